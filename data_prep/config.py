@@ -1,0 +1,65 @@
+"""What to read and how to turn it into tokens."""
+
+from typing import Literal
+
+from headrace.config import Part, execution, identity
+
+NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+
+
+class InputConfig(Part):
+    """One place that text comes from."""
+
+    path: str = identity(
+        description="a file, a folder, a glob, or `python-stdlib:` for the Python standard library's own sources",
+        min_length=1,
+    )
+    format: Literal["auto", "source", "txt", "jsonl"] = identity(
+        "auto",
+        description="source and txt: one document a file; jsonl: one document a line; auto: by the file's ending",
+    )
+    include: tuple[str, ...] = identity(
+        ("*",), description="patterns of file names to take below a folder", min_length=1
+    )
+    text_field: str = identity("text", description="the field of a jsonl line that holds the text", min_length=1)
+
+
+class DataConfig(Part):
+    """The corpus, and how it is cut into units and split."""
+
+    name: str = identity(
+        description="name of the dataset: lower case letters, digits, dot, dash, underscore", pattern=NAME_PATTERN
+    )
+    inputs: tuple[InputConfig, ...] = identity(description="the places that text comes from", min_length=1)
+    on_error: Literal["fail", "skip"] = identity(
+        "fail", description="what a document that cannot be read does: stop the run, or be left out and counted"
+    )
+    validation_fraction: float = identity(
+        0.02, description="share of the documents held out for validation, chosen by their content", gt=0, lt=0.5
+    )
+    num_buckets: int = identity(
+        64, description="buckets that small files are spread over by their name; each is one unit", ge=64, le=65536
+    )
+    range_bytes: int = identity(
+        64 * 2**20, description="bytes of one unit cut from a large jsonl file", ge=2**16
+    )
+    processes: int = execution(0, description="processes that tokenise; 0 takes every core", ge=0, le=1024)
+
+
+class TokenizerConfig(Part):
+    """A byte-level BPE trained on the corpus, or a given one."""
+
+    path: str | None = identity(
+        None, description="a tokenizer.json to use as it is; none trains one on the corpus and keeps it"
+    )
+    vocab_size: int = identity(4096, description="tokens in the vocabulary of a trained tokenizer", ge=257, le=2**20)
+    generation: int = identity(
+        1, description="a trained tokenizer is kept when the corpus changes; raise the number to train another", ge=1
+    )
+    sample_bytes: int = identity(
+        32 * 2**20, description="bytes of text that a tokenizer is trained on, chosen by content", ge=2**16
+    )
+    eos_token: str = identity(
+        "<|endoftext|>", description="the token that ends every document", min_length=1
+    )
+    add_bos: bool = identity(False, description="begin every document with the tokenizer's own begin token")

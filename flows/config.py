@@ -1,0 +1,165 @@
+"""The whole pipeline's configuration: the parts put together, and the rules that go across them."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import model_validator
+
+from data_prep.config import NAME_PATTERN, DataConfig, TokenizerConfig
+from headrace.config import Part, execution, identity, load_document, parse
+from training.checkpoint.config import CheckpointConfig
+from training.config import TrainingConfig
+from training.evaluation.config import EvaluationConfig
+from training.launch.config import LaunchConfig
+from training.model.config import ModelConfig
+from training.optim.config import OptimizerConfig, ScheduleConfig
+from training.parallel.config import LayoutConfig
+
+
+class StorageConfig(Part):
+    """Where units, datasets, checkpoints and exports lie."""
+
+    root: str | None = execution(
+        None, description="root URL of the store (a folder or s3://bucket/prefix); none is HEADRACE_HOME/store"
+    )
+
+
+class TrackingConfig(Part):
+    """Where the run is shown."""
+
+    experiment: str = execution(
+        "headrace", description="MLflow experiment of the run", min_length=1, max_length=200
+    )
+
+
+class RegisterConfig(Part):
+    """The model version at the end."""
+
+    model_name: str | None = execution(
+        None, description="registered model that gets the version; none takes the run's name", pattern=NAME_PATTERN
+    )
+    dtype: Literal["float32", "bfloat16"] = execution("float32", description="type of the exported weights")
+
+
+class PipelineConfig(Part):
+    """One run, from raw text to a registered model."""
+
+    name: str = identity(
+        description="name of the run: lower case letters, digits, dot, dash, underscore", pattern=NAME_PATTERN
+    )
+    seed: int = identity(1, description="seed of the initial weights and of the sample order", ge=0, lt=2**63)
+    data: DataConfig
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    layout: LayoutConfig = LayoutConfig()
+    launch: LaunchConfig = LaunchConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    register: RegisterConfig = RegisterConfig()
+    storage: StorageConfig = StorageConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.launch.world_size if self.layout.dp_shard == -1 else self.layout.dp_shard
+
+    @property
+    def grad_accum_steps(self) -> int:
+        """Micro-batches of one rank in one optimizer step."""
+        return self.training.global_batch_size // (self.layout.micro_batch_size * self.dp)
+
+    @property
+    def registered_name(self) -> str:
+        """Name of the registered model."""
+        return self.register.model_name or self.name
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "PipelineConfig":
+        faults = [fault for rule in RULES if (fault := rule(self))]
+        if faults:
+            raise ValueError("\n".join(faults))
+        return self
+
+
+def _ranks_fit(config: PipelineConfig) -> str | None:
+    degree, world = config.layout.dp_shard, config.launch.world_size
+    if degree in (-1, world):
+        return None
+    return (
+        f"layout.dp_shard must be -1 or the number of ranks: dp_shard is {degree}, but launch.nodes * "
+        f"launch.ranks_per_node = {config.launch.nodes} * {config.launch.ranks_per_node} = {world}; "
+        f"set layout.dp_shard to {world} or launch.ranks_per_node to {max(degree, 1)}"
+    )
+
+
+def _batch_fits(config: PipelineConfig) -> str | None:
+    batch, per_pass = config.training.global_batch_size, config.layout.micro_batch_size * config.dp
+    if per_pass <= 0 or batch % per_pass == 0:
+        return None
+    below = batch // per_pass * per_pass
+    batches = f"{below} and {below + per_pass}" if below else str(per_pass)
+    micro = [m for m in range(1, batch + 1) if batch % (m * config.dp) == 0]
+    micro_text = (
+        f"or layout.micro_batch_size to one of {', '.join(map(str, micro[:8]))}"
+        if micro
+        else f"(no micro-batch divides it over {config.dp} ranks)"
+    )
+    return (
+        f"training.global_batch_size must be a multiple of layout.micro_batch_size * data-parallel ranks: "
+        f"{batch} is not a multiple of {config.layout.micro_batch_size} * {config.dp} = {per_pass}; "
+        f"set global_batch_size to one of {batches}, {micro_text}"
+    )
+
+
+def _sequence_fits(config: PipelineConfig) -> str | None:
+    if config.training.seq_len <= config.model.max_seq_len:
+        return None
+    return (
+        f"training.seq_len must not be above model.max_seq_len: {config.training.seq_len} is above "
+        f"{config.model.max_seq_len}; raise model.max_seq_len to {config.training.seq_len} or lower training.seq_len"
+    )
+
+
+def _vocabulary_fits(config: PipelineConfig) -> str | None:
+    if config.tokenizer.path is not None or config.tokenizer.vocab_size <= config.model.vocab_size:
+        return None
+    return (
+        f"tokenizer.vocab_size must not be above model.vocab_size: {config.tokenizer.vocab_size} is above "
+        f"{config.model.vocab_size}; set model.vocab_size to {config.tokenizer.vocab_size}"
+    )
+
+
+def _warmup_fits(config: PipelineConfig) -> str | None:
+    if config.schedule.warmup_steps <= config.training.steps:
+        return None
+    return (
+        f"schedule.warmup_steps must not be above training.steps: {config.schedule.warmup_steps} is above "
+        f"{config.training.steps}; set warmup_steps to {max(1, config.training.steps // 10)}"
+    )
+
+
+def _device_fits(config: PipelineConfig) -> str | None:
+    if config.training.precision == "float64" and config.layout.device == "cuda":
+        return "training.precision float64 is for proofs on the CPU: set layout.device to cpu, or precision to bfloat16"
+    return None
+
+
+RULES = (_ranks_fit, _batch_fits, _sequence_fits, _vocabulary_fits, _warmup_fits, _device_fits)
+
+
+def load_config(path: Path, overrides: tuple[str, ...] = ()) -> PipelineConfig:
+    """The validated config of a file, with relative data and tokenizer paths resolved against the working folder.
+
+    Raises ConfigError with every fault of the document.
+    """
+    return parse(PipelineConfig, load_document(path, overrides))
+
+
+def store_root(config: PipelineConfig, home: Path) -> str:
+    """Root URL of the store: the configured one, or the default below the state folder."""
+    return os.path.expanduser(config.storage.root) if config.storage.root else str(home / "store")

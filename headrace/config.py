@@ -1,0 +1,282 @@
+"""The base of every config part, and the way from a YAML file to a validated tree.
+
+A *part* is a frozen, closed pydantic model that lies beside the code it configures. Each field says what it is:
+
+- **identity**: it decides what is learned. All identity fields together (with the dataset and the tokenizer) make the
+  run key, so another value is another run.
+- **execution**: it decides how the same thing is computed (layout, intervals, addresses). It may change between two
+  attempts of one run.
+- **evaluation**: it decides what is measured. It belongs to the evaluation's own digest and never retrains.
+"""
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from headrace.errors import ConfigError
+
+Role = Literal["identity", "execution", "evaluation"]
+PartT = TypeVar("PartT", bound="Part")
+MAX_EXTENDS_DEPTH = 8
+
+
+class Part(BaseModel):
+    """One frozen, closed piece of configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+
+def identity(default: Any = ..., *, description: str, **constraints: Any) -> Any:
+    """A field that decides what is learned: part of the run key."""
+    return _field("identity", default, description, constraints)
+
+
+def execution(default: Any = ..., *, description: str, **constraints: Any) -> Any:
+    """A field that decides how it is computed: may change between attempts of one run."""
+    return _field("execution", default, description, constraints)
+
+
+def evaluation(default: Any = ..., *, description: str, **constraints: Any) -> Any:
+    """A field that decides what is measured: part of the evaluation's digest only."""
+    return _field("evaluation", default, description, constraints)
+
+
+def _field(role: Role, default: Any, description: str, constraints: dict[str, Any]) -> Any:
+    return Field(default, description=description, json_schema_extra={"role": role}, **constraints)
+
+
+def role_of(field: FieldInfo) -> Role | None:
+    """The role of a leaf field, or None for a field that holds another part."""
+    extra = field.json_schema_extra
+    if not isinstance(extra, dict):
+        return None
+    role = extra.get("role")
+    return typing.cast("Role | None", role)
+
+
+def select(part: Part, role: Role) -> dict[str, Any]:
+    """The fields of `part` (and of the parts inside it) that have `role`, as plain JSON values."""
+    selected: dict[str, Any] = {}
+    dumped = part.model_dump(mode="json")
+    for name, field in type(part).model_fields.items():
+        value = getattr(part, name)
+        field_role = role_of(field)
+        if field_role is None and isinstance(value, Part):
+            inner = select(value, role)
+            if inner:
+                selected[name] = inner
+        elif field_role == role:
+            selected[name] = dumped[name]
+    return selected
+
+
+def identity_document(part: Part) -> dict[str, Any]:
+    """What decides the result of a run, as plain JSON values: the input of the run key."""
+    return select(part, "identity")
+
+
+def load_document(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a YAML file, lay it over the file named by `extends`, then apply `a.b=c` overrides.
+
+    Raises ConfigError for a missing file, YAML that is not a mapping, a cycle of `extends`, or a malformed override.
+    """
+    document = _read_with_parents(path, ())
+    for override in overrides:
+        _apply_override(document, override)
+    return document
+
+
+def _read_with_parents(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    resolved = path.resolve()
+    if resolved in seen or len(seen) >= MAX_EXTENDS_DEPTH:
+        chain = " -> ".join(str(p) for p in (*seen, resolved))
+        raise ConfigError(f"`extends` goes round in a circle or deeper than {MAX_EXTENDS_DEPTH} files: {chain}")
+    document = _read_yaml(path)
+    parent = document.pop("extends", None)
+    if parent is None:
+        return document
+    if not isinstance(parent, str):
+        raise ConfigError(f"{path}: `extends` must be the path of one YAML file, got {parent!r}")
+    base = _read_with_parents(path.parent / parent, (*seen, resolved))
+    return merge(base, document)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"The config file {path} does not exist; `headrace init DATA > {path.name}` writes one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The config file {path} cannot be read: {error}") from error
+    try:
+        document = yaml.load(text, Loader=_ClosedLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, got a {type(document).__name__}")
+    return document
+
+
+class _ClosedLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key written twice: the second would silently win."""
+
+
+def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            line = node.start_mark.line + 1
+            raise yaml.YAMLError(f"the key {key!r} is written twice in the mapping that starts at line {line}")
+    return loader.construct_mapping(node, deep=True)
+
+
+_ClosedLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`: mappings are merged key by key, everything else is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    parts = name.split(".")
+    if not separator or not all(parts):
+        raise ConfigError(f"--set takes KEY=VALUE with a dotted key such as optimizer.learning_rate=0.001, got {override!r}")
+    try:
+        value = yaml.load(text, Loader=_ClosedLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {name}: the value {text!r} is not valid YAML: {error}") from error
+    target: Any = document
+    for depth, part in enumerate(parts[:-1]):
+        target = _descend(target, part, ".".join(parts[: depth + 1]), override)
+    last = parts[-1]
+    if isinstance(target, list):
+        target[_index(target, last, override)] = value
+    else:
+        target[last] = value
+
+
+def _descend(target: Any, part: str, name: str, override: str) -> Any:
+    if isinstance(target, list):
+        return target[_index(target, part, override)]
+    child = target.setdefault(part, {})
+    if child is None:
+        child = target[part] = {}
+    if not isinstance(child, dict | list):
+        raise ConfigError(f"--set {override}: {name} is the value {child!r}, not a section, so nothing can be set below it")
+    return child
+
+
+def _index(target: list[Any], part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(target):
+        raise ConfigError(f"--set {override}: {part!r} must be an index from 0 to {len(target) - 1} of that list")
+    return int(part)
+
+
+def parse(model: type[PartT], document: Mapping[str, Any]) -> PartT:
+    """Validate a whole document. Raises one ConfigError that lists every fault, each with its key and the way out."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        faults = [_explain(model, document, fault) for fault in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(faults))) from None
+
+
+def _explain(model: type[Part], document: Mapping[str, Any], fault: ErrorDetails) -> str:
+    key = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return f"Unknown key {key!r}; {_nearest(model, fault['loc'])}"
+    if fault["type"] == "missing":
+        return f"{key} is required: {_description(model, fault['loc'])}"
+    message = fault["msg"].removeprefix("Value error, ")
+    if not key:
+        return message
+    return f"{key}: {message[0].lower() + message[1:]}, got {_shortened(fault['input'])}"
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _nearest(model: type[Part], location: tuple[int | str, ...]) -> str:
+    wrong = str(location[-1])
+    section = _part_at(model, location[:-1])
+    here = sorted(section.model_fields) if section else []
+    close = difflib.get_close_matches(wrong, here, n=1, cutoff=0.6)
+    if close:
+        return f"the nearest key there is {close[0]!r}"
+    everywhere = [".".join(path) for path, _ in walk(model)]
+    same_name = [name for name in everywhere if name.rsplit(".", 1)[-1] == wrong]
+    if same_name:
+        return f"did you mean {same_name[0]!r}?"
+    far = difflib.get_close_matches(wrong, [name.rsplit(".", 1)[-1] for name in everywhere], n=1, cutoff=0.6)
+    if far:
+        return f"did you mean {next(n for n in everywhere if n.rsplit('.', 1)[-1] == far[0])!r}?"
+    return f"the keys there are {', '.join(here)}"
+
+
+def _description(model: type[Part], location: tuple[int | str, ...]) -> str:
+    section = _part_at(model, location[:-1])
+    field = section.model_fields.get(str(location[-1])) if section else None
+    return (field.description if field and field.description else "see docs/guide.md")
+
+
+def _part_at(model: type[Part], location: tuple[int | str, ...]) -> type[Part] | None:
+    current: type[Part] | None = model
+    for step in location:
+        if current is None:
+            return None
+        if isinstance(step, int):
+            continue  # an index inside a list of parts: the item type was already entered
+        field = current.model_fields.get(step)
+        current = _part_inside(field.annotation) if field else None
+    return current
+
+
+def _part_inside(annotation: Any) -> type[Part] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Part):
+        return annotation
+    if typing.get_origin(annotation) in (tuple, list, typing.Union, types.UnionType):
+        for argument in typing.get_args(annotation):
+            found = _part_inside(argument)
+            if found:
+                return found
+    return None
+
+
+def walk(model: type[Part], prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], FieldInfo]]:
+    """Every leaf field of a tree of parts as (path, field), in the order of definition."""
+    leaves: list[tuple[tuple[str, ...], FieldInfo]] = []
+    for name, field in model.model_fields.items():
+        inner = _part_inside(field.annotation)
+        if inner is None or role_of(field) is not None:
+            leaves.append(((*prefix, name), field))
+        if inner is not None:
+            leaves.extend(walk(inner, (*prefix, name)))
+    return leaves
+
+
+def has_default(field: FieldInfo) -> bool:
+    """Whether a field may be left out of the document."""
+    return field.default is not PydanticUndefined or field.default_factory is not None
+
+
+def to_yaml(part: Part) -> str:
+    """The resolved document as YAML, in the order of definition."""
+    return yaml.safe_dump(part.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,100 @@
+"""The rules that go across the parts: each names the rule, the values given and the nearest valid ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.config import PipelineConfig, load_config, store_root
+from headrace.config import identity_document, parse, role_of, walk
+from headrace.errors import ConfigError
+
+BASE: dict[str, Any] = {"name": "t", "data": {"name": "t", "inputs": [{"path": "texts"}]}}
+
+
+def with_values(**sections: Any) -> dict[str, Any]:
+    return {**BASE, **sections}
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        (
+            {"launch": {"ranks_per_node": 2}, "layout": {"dp_shard": 3, "micro_batch_size": 1}, "training": {"global_batch_size": 6}},
+            "dp_shard is 3, but launch.nodes * launch.ranks_per_node = 1 * 2 = 2; set layout.dp_shard to 2",
+        ),
+        (
+            {"launch": {"ranks_per_node": 3}, "layout": {"micro_batch_size": 2}, "training": {"global_batch_size": 16}},
+            "16 is not a multiple of 2 * 3 = 6; set global_batch_size to one of 12 and 18",
+        ),
+        (
+            {"launch": {"ranks_per_node": 2}, "layout": {"micro_batch_size": 3}, "training": {"global_batch_size": 8}},
+            "or layout.micro_batch_size to one of 1, 2, 4",
+        ),
+        ({"training": {"seq_len": 512}}, "512 is above 256; raise model.max_seq_len to 512 or lower training.seq_len"),
+        ({"tokenizer": {"vocab_size": 5000}}, "5000 is above 4096; set model.vocab_size to 5000"),
+        ({"schedule": {"warmup_steps": 300}}, "300 is above 256; set warmup_steps to 25"),
+        ({"model": {"dim": 250, "num_heads": 6}}, "250 is not a multiple of 6; the nearest widths are 246 and 252"),
+        ({"model": {"dim": 12, "num_heads": 4}}, "12 / 4 = 3; the nearest widths are 8 and 16"),
+        ({"model": {"num_heads": 4, "num_kv_heads": 3}}, "with 4 heads num_kv_heads may be 1, 2, 4"),
+        ({"training": {"init_from": "elsewhere"}}, "training.init_from: string should match pattern"),
+        ({"data": {"name": "../prod", "inputs": [{"path": "x"}]}}, "data.name: string should match pattern"),
+        ({"data": {"name": "t", "inputs": []}}, "data.inputs: tuple should have at least 1 item"),
+        ({"training": {"precision": "float64"}, "layout": {"device": "cuda"}}, "set layout.device to cpu"),
+    ],
+)
+def test_a_broken_rule_names_values_and_valid_ones(sections: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(PipelineConfig, with_values(**sections))
+    assert sentence in str(caught.value)
+
+
+def test_broken_rules_are_told_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(PipelineConfig, with_values(training={"seq_len": 512, "global_batch_size": 7}))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_every_leaf_has_a_role_and_a_description() -> None:
+    for path, field in walk(PipelineConfig):
+        assert role_of(field) in ("identity", "execution", "evaluation"), path
+        assert field.description and field.description[0].islower(), path
+
+
+def test_layout_and_intervals_stay_out_of_the_identity() -> None:
+    one = parse(PipelineConfig, BASE)
+    two = parse(
+        PipelineConfig,
+        with_values(
+            launch={"ranks_per_node": 2},
+            layout={"micro_batch_size": 4},
+            checkpoint={"save_every": 7},
+            evaluation={"every": 3, "max_tokens": 100},
+            tracking={"experiment": "elsewhere"},
+            storage={"root": "s3://bucket/x"},
+        ),
+    )
+    assert identity_document(one) == identity_document(two)
+
+
+@pytest.mark.parametrize("sections", [{"seed": 2}, {"optimizer": {"learning_rate": 1e-4}}, {"training": {"steps": 300}}, {"name": "u"}])
+def test_what_decides_the_result_is_identity(sections: dict[str, Any]) -> None:
+    assert identity_document(parse(PipelineConfig, BASE)) != identity_document(parse(PipelineConfig, with_values(**sections)))
+
+
+def test_derived_numbers() -> None:
+    config = parse(
+        PipelineConfig,
+        with_values(launch={"ranks_per_node": 2}, layout={"micro_batch_size": 2}, training={"global_batch_size": 16}),
+    )
+    assert (config.dp, config.grad_accum_steps, config.training.tokens_per_step) == (2, 4, 16 * 256)
+    assert config.registered_name == "t"
+    # 4 blocks of (2*256*256 + 2*256*128 attention, 3*256*704 feed-forward, 2*256 norms), the embedding, the last norm
+    assert config.model.num_parameters == 4 * (196_608 + 540_672 + 512) + 4096 * 256 + 256
+
+
+def test_store_root_defaults_to_the_state_folder(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("name: t\ndata: {name: t, inputs: [{path: texts}]}\n", encoding="utf-8")
+    assert store_root(load_config(path), tmp_path) == str(tmp_path / "store")
+    assert store_root(load_config(path, ("storage.root=s3://b/x",)), tmp_path) == "s3://b/x"

@@ -1,0 +1,31 @@
+"""What one training run does, however many machines do it."""
+
+from typing import Literal
+
+from headrace.config import Part, identity
+
+INIT_PATTERN = r"^(run:[0-9a-f]{32}@[0-9]+|hf://.+)$"
+
+
+class TrainingConfig(Part):
+    """Steps, batch and precision."""
+
+    steps: int = identity(256, description="optimizer steps of the whole run", ge=1)
+    global_batch_size: int = identity(
+        16, description="sequences in one optimizer step, over all data-parallel ranks", ge=1
+    )
+    seq_len: int = identity(256, description="tokens in one sequence", ge=2)
+    precision: Literal["bfloat16", "float32", "float64"] = identity(
+        "bfloat16",
+        description="type of the computation; weights and optimizer state are kept in float32 (float64 for float64)",
+    )
+    init_from: str | None = identity(
+        None,
+        description="weights to start from: run:ID@STEP of another run, or hf://FOLDER with a Hugging Face model",
+        pattern=INIT_PATTERN,
+    )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Target tokens of one optimizer step."""
+        return self.global_batch_size * self.seq_len
