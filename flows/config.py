@@ -1,6 +1,5 @@
 """The whole pipeline's configuration: the parts put together, and the rules that go across them."""
 
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +28,7 @@ class TrackingConfig(Part):
     """Where the run is shown."""
 
     experiment: str = execution(
-        "headrace", description="MLflow experiment of the run", min_length=1, max_length=200
+        "headrace", description="name of the MLflow experiment of the run", min_length=1, max_length=200
     )
 
 
@@ -59,7 +58,7 @@ class PipelineConfig(Part):
     launch: LaunchConfig = LaunchConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    register: RegisterConfig = RegisterConfig()
+    registration: RegisterConfig = RegisterConfig()
     storage: StorageConfig = StorageConfig()
     tracking: TrackingConfig = TrackingConfig()
 
@@ -76,7 +75,7 @@ class PipelineConfig(Part):
     @property
     def registered_name(self) -> str:
         """Name of the registered model."""
-        return self.register.model_name or self.name
+        return self.registration.model_name or self.name
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "PipelineConfig":
@@ -162,4 +161,7 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> PipelineConfig:
 
 def store_root(config: PipelineConfig, home: Path) -> str:
     """Root URL of the store: the configured one, or the default below the state folder."""
-    return os.path.expanduser(config.storage.root) if config.storage.root else str(home / "store")
+    root = config.storage.root
+    if root is None:
+        return str(home / "store")
+    return root if "://" in root else str(Path(root).expanduser())

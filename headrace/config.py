@@ -113,11 +113,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"The config file {path} does not exist; `headrace init DATA > {path.name}` writes one") from None
+        raise ConfigError(
+            f"The config file {path} does not exist; `headrace init DATA > {path.name}` writes one"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The config file {path} cannot be read: {error}") from error
     try:
-        document = yaml.load(text, Loader=_ClosedLoader)
+        document = yaml.load(text, Loader=_ClosedLoader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if document is None:
@@ -156,9 +158,11 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     name, separator, text = override.partition("=")
     parts = name.split(".")
     if not separator or not all(parts):
-        raise ConfigError(f"--set takes KEY=VALUE with a dotted key such as optimizer.learning_rate=0.001, got {override!r}")
+        raise ConfigError(
+            f"--set takes KEY=VALUE with a dotted key such as optimizer.learning_rate=0.001, got {override!r}"
+        )
     try:
-        value = yaml.load(text, Loader=_ClosedLoader)
+        value = yaml.load(text, Loader=_ClosedLoader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {name}: the value {text!r} is not valid YAML: {error}") from error
     target: Any = document
@@ -178,7 +182,9 @@ def _descend(target: Any, part: str, name: str, override: str) -> Any:
     if child is None:
         child = target[part] = {}
     if not isinstance(child, dict | list):
-        raise ConfigError(f"--set {override}: {name} is the value {child!r}, not a section, so nothing can be set below it")
+        raise ConfigError(
+            f"--set {override}: {name} is the value {child!r}, not a section, so nothing can be set below it"
+        )
     return child
 
 
@@ -193,11 +199,11 @@ def parse(model: type[PartT], document: Mapping[str, Any]) -> PartT:
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        faults = [_explain(model, document, fault) for fault in error.errors()]
+        faults = [_explain(model, fault) for fault in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(faults))) from None
 
 
-def _explain(model: type[Part], document: Mapping[str, Any], fault: ErrorDetails) -> str:
+def _explain(model: type[Part], fault: ErrorDetails) -> str:
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         return f"Unknown key {key!r}; {_nearest(model, fault['loc'])}"
@@ -234,7 +240,7 @@ def _nearest(model: type[Part], location: tuple[int | str, ...]) -> str:
 def _description(model: type[Part], location: tuple[int | str, ...]) -> str:
     section = _part_at(model, location[:-1])
     field = section.model_fields.get(str(location[-1])) if section else None
-    return (field.description if field and field.description else "see docs/guide.md")
+    return field.description if field and field.description else "see docs/guide.md"
 
 
 def _part_at(model: type[Part], location: tuple[int | str, ...]) -> type[Part] | None:

@@ -20,7 +20,11 @@ def with_values(**sections: Any) -> dict[str, Any]:
     ("sections", "sentence"),
     [
         (
-            {"launch": {"ranks_per_node": 2}, "layout": {"dp_shard": 3, "micro_batch_size": 1}, "training": {"global_batch_size": 6}},
+            {
+                "launch": {"ranks_per_node": 2},
+                "layout": {"dp_shard": 3, "micro_batch_size": 1},
+                "training": {"global_batch_size": 6},
+            },
             "dp_shard is 3, but launch.nodes * launch.ranks_per_node = 1 * 2 = 2; set layout.dp_shard to 2",
         ),
         (
@@ -58,7 +62,8 @@ def test_broken_rules_are_told_together() -> None:
 def test_every_leaf_has_a_role_and_a_description() -> None:
     for path, field in walk(PipelineConfig):
         assert role_of(field) in ("identity", "execution", "evaluation"), path
-        assert field.description and field.description[0].islower(), path
+        description = field.description or ""
+        assert description[:1].islower(), path
 
 
 def test_layout_and_intervals_stay_out_of_the_identity() -> None:
@@ -77,9 +82,13 @@ def test_layout_and_intervals_stay_out_of_the_identity() -> None:
     assert identity_document(one) == identity_document(two)
 
 
-@pytest.mark.parametrize("sections", [{"seed": 2}, {"optimizer": {"learning_rate": 1e-4}}, {"training": {"steps": 300}}, {"name": "u"}])
+@pytest.mark.parametrize(
+    "sections", [{"seed": 2}, {"optimizer": {"learning_rate": 1e-4}}, {"training": {"steps": 300}}, {"name": "u"}]
+)
 def test_what_decides_the_result_is_identity(sections: dict[str, Any]) -> None:
-    assert identity_document(parse(PipelineConfig, BASE)) != identity_document(parse(PipelineConfig, with_values(**sections)))
+    assert identity_document(parse(PipelineConfig, BASE)) != identity_document(
+        parse(PipelineConfig, with_values(**sections))
+    )
 
 
 def test_derived_numbers() -> None:

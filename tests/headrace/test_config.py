@@ -59,7 +59,7 @@ def test_overrides_reach_sections_lists_and_new_keys(tmp_path: Path) -> None:
 )
 def test_a_malformed_override_is_refused(tmp_path: Path, override: str, sentence: str) -> None:
     path = write(tmp_path, "c.yaml", "name: x\nitems: [{path: a}]\n")
-    with pytest.raises(ConfigError, match=".*") as caught:
+    with pytest.raises(ConfigError) as caught:
         load_document(path, (override,))
     assert sentence in str(caught.value)
 
@@ -100,7 +100,10 @@ def test_a_missing_file_names_the_command_that_writes_one(tmp_path: Path) -> Non
         ({"name": "x", "inner": {"workers": "two"}}, "inner.workers: input should be a valid integer"),
         ({"name": "x", "inner": {"rate": -1}}, "inner.rate: input should be greater than 0, got -1"),
         ({}, "name is required: the name"),
-        ({"name": "x", "items": [{"pth": "a", "path": "b"}]}, "Unknown key 'items.0.pth'; the nearest key there is 'path'"),
+        (
+            {"name": "x", "items": [{"pth": "a", "path": "b"}]},
+            "Unknown key 'items.0.pth'; the nearest key there is 'path'",
+        ),
     ],
 )
 def test_a_wrong_document_names_key_value_and_way_out(document: dict[str, object], sentence: str) -> None:
@@ -118,7 +121,11 @@ def test_every_fault_is_told_at_once() -> None:
 def test_identity_leaves_execution_out() -> None:
     slow = Outer(name="x", inner=Inner(workers=1), items=(Item(path="a"),))
     fast = Outer(name="x", inner=Inner(workers=8), items=(Item(path="a"),))
-    assert identity_document(slow) == identity_document(fast) == {"name": "x", "inner": {"rate": 0.1}, "items": [{"path": "a"}]}
+    assert (
+        identity_document(slow)
+        == identity_document(fast)
+        == {"name": "x", "inner": {"rate": 0.1}, "items": [{"path": "a"}]}
+    )
 
 
 def test_walk_names_every_leaf_once() -> None:
