@@ -1,0 +1,147 @@
+"""Faults on request, for tests that kill or slow a real run at a named point.
+
+Nothing happens unless the environment variable HEADRACE_FAULTS names a JSON plan:
+
+    {"dir": "/tmp/faults",
+     "faults": [{"point": "commit.before", "step": 40, "rank": 0, "action": "kill", "target": "flow"},
+                {"point": "storage.write", "key": "runs/*", "action": "sleep", "seconds": 5, "always": true},
+                {"point": "storage.write", "action": "raise", "error": "StorageUnavailable"}]}
+
+`dir` must exist. A fault fires when its point is reached and each further field equals the value that the code gives
+there (`step`, `rank`, `key`, ...; text may hold the wildcards of `fnmatch`). It fires once in the whole run, over all
+processes and attempts, unless `always` is true.
+
+Actions: `kill` sends SIGKILL to `target` (`self`, or a role that registered itself: `flow`, `agent`, `torchrun`,
+`rank:1`); `sleep` waits `seconds`; `raise` raises the class of headrace.errors named by `error`, else InjectedFault.
+"""
+
+import fnmatch
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace import errors
+
+ENVIRONMENT_VARIABLE = "HEADRACE_FAULTS"
+
+_OPTIONS = {"point", "action", "target", "seconds", "always", "error"}
+
+
+class InjectedFault(Exception):
+    """Stands for a defect in the code: not an error that any policy knows."""
+
+
+@dataclass(frozen=True)
+class _Fault:
+    number: int
+    point: str
+    action: str
+    target: str
+    seconds: float
+    error: str | None
+    always: bool
+    match: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    directory: Path
+    faults: tuple[_Fault, ...]
+
+
+_loaded: tuple[str, _Plan] | None = None
+"""The plan of the last path seen in the environment: reading it at each point would slow the points down."""
+
+
+def fault_point(name: str, /, **context: Any) -> None:
+    """Mark a point at which a planned fault may fire; costs one look into the environment when there is no plan.
+
+    `context` says where the code is (`step`, `key`, ...). `rank` is added from torchrun's environment when known.
+    """
+    path = os.environ.get(ENVIRONMENT_VARIABLE)
+    if not path:
+        return
+    plan = _load(path)
+    if "rank" not in context and "RANK" in os.environ:
+        context["rank"] = int(os.environ["RANK"])
+    for fault in plan.faults:
+        if fault.point == name and _matches(fault, context) and _claim(plan, fault):
+            _fire(plan, fault)
+
+
+def register(role: str) -> None:
+    """Write this process's id to `<dir>/<role>.pid` so that a fault can name it; no-op without a plan."""
+    path = os.environ.get(ENVIRONMENT_VARIABLE)
+    if not path:
+        return
+    target = _load(path).directory / f"{role}.pid"
+    # Renamed into place: a reader in another process never sees an empty file.
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.write_text(str(os.getpid()), encoding="utf-8")
+    temporary.replace(target)
+
+
+def _load(path: str) -> _Plan:
+    global _loaded
+    if _loaded is None or _loaded[0] != path:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        faults = tuple(_parse(number, entry) for number, entry in enumerate(document["faults"]))
+        _loaded = (path, _Plan(Path(document["dir"]), faults))
+    return _loaded[1]
+
+
+def _parse(number: int, entry: dict[str, Any]) -> _Fault:
+    action = entry["action"]
+    if action not in ("kill", "sleep", "raise"):
+        raise ValueError(f"fault {number} of {ENVIRONMENT_VARIABLE}: action {action!r} is not kill, sleep or raise")
+    return _Fault(
+        number=number,
+        point=entry["point"],
+        action=action,
+        target=entry.get("target", "self"),
+        seconds=float(entry.get("seconds", 0.0)),
+        error=entry.get("error"),
+        always=bool(entry.get("always", False)),
+        match={key: value for key, value in entry.items() if key not in _OPTIONS},
+    )
+
+
+def _matches(fault: _Fault, context: dict[str, Any]) -> bool:
+    for key, wanted in fault.match.items():
+        if key not in context:
+            return False
+        found = context[key]
+        if isinstance(wanted, str) and isinstance(found, str):
+            if not fnmatch.fnmatchcase(found, wanted):
+                return False
+        elif found != wanted:
+            return False
+    return True
+
+
+def _claim(plan: _Plan, fault: _Fault) -> bool:
+    """Return True for the one caller, over all processes, that may fire the fault."""
+    if fault.always:
+        return True
+    try:
+        (plan.directory / f"fired-{fault.number}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _fire(plan: _Plan, fault: _Fault) -> None:
+    if fault.action == "sleep":
+        time.sleep(fault.seconds)
+    elif fault.action == "raise":
+        error: type[Exception] = getattr(errors, fault.error) if fault.error else InjectedFault
+        raise error(f"Injected fault at {fault.point}.")
+    elif fault.target == "self":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        pid = int((plan.directory / f"{fault.target}.pid").read_text(encoding="utf-8"))
+        os.kill(pid, signal.SIGKILL)
