@@ -1,0 +1,117 @@
+"""The arrows between the layers, and what loads when a module is imported."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("headrace", "data_prep", "training", "tasks", "flows")
+
+# Who may name these, also through importlib, which import-linter does not see. A trailing dot means the whole package.
+OWNERS = {
+    "mlflow": ("headrace.tracking",),
+    "prefect": ("tasks.", "flows."),
+    "torch": ("training.",),
+    "webdataset": ("data_prep.shards",),
+    "fsspec": ("headrace.storage",),
+    "s3fs": ("headrace.storage",),
+}
+# The first import of each takes from a tenth of a second to several; the command line must answer before that.
+HEAVY = ("torch", "mlflow", "prefect", "s3fs", "transformers", "webdataset", "pandas", "tokenizers")
+
+TORCH_FREE = (
+    "training.config",
+    "training.run_spec",
+    "training.model.config",
+    "training.optim.config",
+    "training.parallel.config",
+    "training.checkpoint.config",
+    "training.checkpoint.catalog",
+    "training.launch.agent",
+    "training.launch.attempts",
+    "training.launch.supervisor",
+    "training.evaluation.config",
+    "training.evaluation.spec",
+    "training.evaluation.baselines",
+)
+
+
+def test_the_contracts_hold():
+    done = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 broken" in done.stdout
+
+
+@pytest.mark.parametrize("library", OWNERS)
+def test_a_library_is_named_only_where_it_belongs(library: str):
+    elsewhere = sorted(
+        module
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*.py")
+        if library in loaded_names(file) and not may_name(module := module_name(file), OWNERS[library])
+    )
+
+    assert elsewhere == []
+
+
+def may_name(module: str, owners: tuple[str, ...]) -> bool:
+    return any(module.startswith(owner) if owner.endswith(".") else module == owner for owner in owners)
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+
+
+def loaded_names(file: Path) -> set[str]:
+    """Top-level names of everything that a module imports anywhere, by statement or by a literal to importlib."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
+            found |= {str(a.value).split(".")[0] for a in node.args if isinstance(a, ast.Constant)}
+    return found
+
+
+def test_the_command_line_starts_light():
+    assert loaded_by("flows.cli", HEAVY) == []
+
+
+def test_the_flows_load_no_torch():
+    modules = [module_name(file) for package in ("flows", "tasks") for file in sorted((ROOT / package).glob("[a-z]*.py"))]
+
+    assert loaded_by(", ".join(modules), ("torch", "transformers")) == []
+
+
+def test_what_the_launcher_and_the_forms_import_loads_no_torch():
+    assert loaded_by(", ".join(TORCH_FREE), ("torch", "transformers", "prefect", "mlflow")) == []
+
+
+def test_the_data_stage_loads_no_torch():
+    modules = [module_name(file) for file in sorted((ROOT / "data_prep").glob("[a-z]*.py"))]
+
+    assert loaded_by(", ".join(modules), ("torch", "webdataset", "prefect", "mlflow")) == []
+
+
+def test_a_rank_loads_neither_prefect_nor_mlflow():
+    assert loaded_by("training.main", ("prefect", "mlflow", "s3fs")) == []
+
+
+def loaded_by(modules: str, watched: tuple[str, ...]) -> list[str]:
+    """Which of the watched libraries a new interpreter has loaded after importing these modules."""
+    code = f"import sys, {modules}; print(*[name for name in {watched!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
