@@ -35,7 +35,8 @@ DISTRIBUTION_OF = {
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_package_resolves_inside_this_distribution(package: str):
     spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.origin is not None, f"{package} is not installed"
+    assert spec is not None, f"{package} is not installed"
+    assert spec.origin is not None, f"{package} has no __init__.py"
     origin = Path(spec.origin).resolve()
 
     assert origin in {root / package / "__init__.py" for root in installed_roots()}

@@ -40,8 +40,9 @@ TORCH_FREE = (
 
 
 def test_the_contracts_hold():
+    call = "from importlinter.cli import lint_imports_command; lint_imports_command()"
     done = subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"],
+        [sys.executable, "-c", call, "--no-cache"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -90,7 +91,7 @@ def test_the_command_line_starts_light():
 
 
 def test_the_flows_load_no_torch():
-    modules = [module_name(file) for package in ("flows", "tasks") for file in sorted((ROOT / package).glob("[a-z]*.py"))]
+    modules = modules_of("flows") + modules_of("tasks")
 
     assert loaded_by(", ".join(modules), ("torch", "transformers")) == []
 
@@ -100,13 +101,15 @@ def test_what_the_launcher_and_the_forms_import_loads_no_torch():
 
 
 def test_the_data_stage_loads_no_torch():
-    modules = [module_name(file) for file in sorted((ROOT / "data_prep").glob("[a-z]*.py"))]
-
-    assert loaded_by(", ".join(modules), ("torch", "webdataset", "prefect", "mlflow")) == []
+    assert loaded_by(", ".join(modules_of("data_prep")), ("torch", "webdataset", "prefect", "mlflow")) == []
 
 
 def test_a_rank_loads_neither_prefect_nor_mlflow():
     assert loaded_by("training.main", ("prefect", "mlflow", "s3fs")) == []
+
+
+def modules_of(package: str) -> list[str]:
+    return [module_name(file) for file in sorted((ROOT / package).rglob("[a-z]*.py"))]
 
 
 def loaded_by(modules: str, watched: tuple[str, ...]) -> list[str]:
