@@ -7,6 +7,7 @@
 believe only the commit: a folder without one does not exist.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,6 @@ def write_commit(
     body: Mapping[str, Any],
     files: Mapping[str, FileEntry],
     name: str = COMMIT_NAME,
-    format_version: int = FORMAT_VERSION,
 ) -> Commit:
     """Commit the files that already lie below `prefix`, in one create-only write; return the commit.
 
@@ -80,10 +80,11 @@ def write_commit(
     """
     for file in files:
         check_key(file)
-    content = _content(kind, format_version, body, files)
-    commit = _parse({**content, "digest": digest_json(content)})
-    key = f"{prefix}/{name}"
-    if not storage.create(key, json_document(commit.document())):
+    content = _content(kind, FORMAT_VERSION, body, files)
+    data = json_document({**content, "digest": digest_json(content)})
+    commit = _parse(json.loads(data))  # as readers will see it: a tuple in the body is a list there
+    key = _join(prefix, name)
+    if not storage.create(key, data):
         existing = read_commit(storage, prefix, kind=kind, name=name)
         if existing is None or existing.digest != commit.digest:
             found = short(existing.digest) if existing else "none"
@@ -100,11 +101,12 @@ def read_commit(storage: Storage, prefix: str, *, kind: str, name: str = COMMIT_
     Raises DamagedData when it is not a complete commit, its digest does not match, or it is of another kind, and
     HeadraceError when it was written by a newer version. Does not look at the files: see `check_files`.
     """
-    key = f"{prefix}/{name}"
+    key = _join(prefix, name)
     try:
         document = storage.read_json(key)
     except NotFound:
         return None
+    _check_version(storage.url(key), document)
     try:
         commit = _parse(document)
         content = {part: value for part, value in document.items() if part != "digest"}
@@ -120,11 +122,6 @@ def read_commit(storage: Storage, prefix: str, *, kind: str, name: str = COMMIT_
         )
     if commit.kind != kind:
         raise DamagedData(f"{storage.url(key)} commits a {commit.kind!r}, but a {kind!r} was expected there.")
-    if commit.format_version > FORMAT_VERSION:
-        raise HeadraceError(
-            f"{storage.url(key)} has format version {commit.format_version}, but this headrace reads up to "
-            f"{FORMAT_VERSION}. Install a newer headrace."
-        )
     return commit
 
 
@@ -135,7 +132,7 @@ def check_files(storage: Storage, prefix: str, commit: Commit, *, content: bool)
     """
     sizes = storage.sizes(prefix) if len(commit.files) > 1 else {}
     for name, entry in commit.files.items():
-        key = f"{prefix}/{name}"
+        key = _join(prefix, name)
         size = sizes.get(key)
         if size is None:
             # A listing may lag behind on some servers; the object itself decides.
@@ -148,6 +145,19 @@ def check_files(storage: Storage, prefix: str, commit: Commit, *, content: bool)
             raise DamagedData(
                 f"{storage.url(key)} does not have the digest {short(entry.sha256)} that its commit says."
             )
+
+
+def _check_version(url: str, document: Any) -> None:
+    """Come before everything else: a newer version may look different everywhere else."""
+    version = document.get("format_version") if isinstance(document, dict) else None
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise HeadraceError(
+            f"{url} has format version {version}, but this headrace reads up to {FORMAT_VERSION}. Install a newer one."
+        )
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}/{name}" if prefix else name
 
 
 def _content(kind: str, version: int, body: Mapping[str, Any], files: Mapping[str, FileEntry]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from headrace.errors import DamagedData
 from headrace.storage import Storage
@@ -75,6 +75,14 @@ class EventWriter:
     def close(self) -> None:
         """Close the local file; what is not published stays there."""
         self._file.close()
+
+    def __enter__(self) -> Self:
+        """Close the file at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file; what is not published stays there."""
+        self.close()
 
     def _find_published(self, storage: Storage, run_prefix: str) -> None:
         names = _segments(storage, run_prefix, self.attempt)

@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -23,6 +23,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_A_FOLDER = {errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 _COPY_BYTES = 4 << 20
+_FOLDER_TRIES = 8
 
 
 def explain_os_error(error: OSError, doing: str, path: Path, size: int | None = None) -> HeadraceError:
@@ -265,9 +266,7 @@ class MemoryStore:
 def _temporary_file(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
     """Open a new hidden file beside `path`, and remove it at the end if it still has its own name."""
     temporary = path.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(16)}"
-    descriptor = _retry_in_new_folder(
-        path.parent, lambda: os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    )
+    descriptor = _open_new(temporary)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield temporary, file
@@ -275,14 +274,14 @@ def _temporary_file(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
         temporary.unlink(missing_ok=True)
 
 
-def _retry_in_new_folder(folder: Path, action: Callable[[], int]) -> int:
-    """Run `action`, making the folder when it is missing; again when another process removes it in between."""
-    for _ in range(8):
-        try:
-            return action()
-        except FileNotFoundError:
-            _make_folder(folder)
-    return action()
+def _open_new(path: Path) -> int:
+    """Open a file that must not exist, making its folder; again when another process removes that meanwhile."""
+    for _ in range(_FOLDER_TRIES):
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(FileNotFoundError):
+            _make_folder(path.parent)
+    raise FileNotFoundError(errno.ENOENT, "the folder is removed again and again", str(path.parent))
 
 
 def _make_folder(folder: Path) -> None:

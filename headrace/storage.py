@@ -54,6 +54,9 @@ MAX_CREATE_BYTES = 64 << 20
 """A created object goes in one request: some servers ignore the condition when parts are put together."""
 
 _HASH_BYTES = 16 << 20
+_ASSUMED_BYTES = 512 << 20
+"""For the deadline of reading a whole object, whose size is not known before."""
+
 _MAX_KEY_BYTES = 900
 _KEY_PART = re.compile(r"[A-Za-z0-9._=+@,~-]{1,255}")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
@@ -316,7 +319,9 @@ class _S3Store:
         part = {} if length is None and not start else {"start": start, "end": end}
         with self._translated("read", key):
             try:
-                data: bytes = self._sync("_cat_file", f"{self._root}/{key}", size=length or 0, **part)
+                data: bytes = self._sync(
+                    "_cat_file", f"{self._root}/{key}", size=_ASSUMED_BYTES if length is None else length, **part
+                )
             except OSError as error:
                 if s3_errors.code(error) in ("InvalidRange", "416"):
                     return b""
