@@ -6,7 +6,7 @@ what is not a tensor is one JSON object. There is no pickle.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -23,9 +23,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass
 class TrainState:
-    """The training state of one rank; `model` and `optimizer` hold this rank's shards (DTensors under FSDP)."""
+    """The training state of one rank."""
 
-    model: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    """The master weights by FQN: this rank's shards (DTensors) under FSDP."""
     optimizer: Optimizer
     schedule: Schedule
     rank: int
@@ -35,7 +36,6 @@ class TrainState:
     """Tokens with a loss, over all ranks and steps."""
     position: int = 0
     """Sequences taken from the sample order so far: the next batch starts here."""
-    _random_state: Tensor | None = field(default=None, repr=False)
 
     def advance(self, *, sequences: int, tokens: int) -> None:
         """Count one completed step that took `sequences` samples holding `tokens` valid tokens, over all ranks."""
@@ -55,12 +55,11 @@ class TrainState:
         these tensors in place. Only `rng.*` may be missing in a checkpoint (it was written by fewer ranks): then this
         rank keeps the state it has, which is a function of the seed and the rank.
         """
-        tensors = {f"model.{fqn}": parameter.detach() for fqn, parameter in self.model.named_parameters()}
-        for fqn, parameter in self.model.named_parameters():
+        tensors = {f"model.{fqn}": parameter.detach() for fqn, parameter in self.parameters.items()}
+        for fqn, parameter in self.parameters.items():
             moments = self.optimizer.state[parameter]
             tensors |= {f"optim.{fqn}.{name}": moments[name] for name in MOMENTS}
-        self._random_state = capture_random_state()
-        tensors[self.random_state_name] = self._random_state
+        tensors[self.random_state_name] = capture_random_state()
         return tensors
 
     def values(self) -> dict[str, Any]:
@@ -77,21 +76,20 @@ class TrainState:
         return {"tensors": self.tensors(), "values": self.values()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that was read into the tensors of an earlier `tensors()` call of this object.
+        """Take over `tensors` (by the names of `tensors()`; a reader may have filled those in place) and `values`.
 
-        `state` holds `tensors` (by the same names; those not read in place are copied) and `values`. Raises
-        DamagedData when the values are not those of this run (another schedule).
+        Raises DamagedData when the values are not those of this run (another schedule).
         """
-        own = self.tensors()
-        for name, tensor in state["tensors"].items():
-            if name in own and own[name] is not tensor and own[name].data_ptr() != tensor.data_ptr():
-                own[name].copy_(tensor)
         values = state["values"]
         if values["schedule"] != self.schedule.values():
             raise DamagedData(
                 f"The checkpoint of step {values['step']} follows the learning-rate schedule {values['schedule']}, "
                 f"but this run follows {self.schedule.values()}."
             )
+        own = self.tensors()
+        for name, tensor in state["tensors"].items():
+            if name in own:
+                own[name].copy_(tensor)
         self.step = int(values["step"])
         self.tokens_seen = int(values["tokens_seen"])
         self.position = int(values["position"])
@@ -103,12 +101,17 @@ class TrainState:
 class Checkpointer(Protocol):
     """Saves a TrainState without stopping the training, and reads a committed one back.
 
-    Every rank makes the same calls in the same order. At most one save is in flight: `save_async` waits for the one
-    before. A save that fails is told through the `save.failed` event; only `max_failed_saves` of them in a row raise.
+    Every rank makes the same calls in the same order. At most one save is in flight. The checkpointer itself tells what
+    becomes of a save (`save.begun`, `save.committed`, `save.skipped`, `save.failed`); only too many failed saves in a
+    row raise.
     """
 
-    def save_async(self, state: TrainState) -> None:
-        """Copy the state as it is now and start to write it; returns as soon as the copy is made."""
+    def save_async(self, state: TrainState, *, required: bool = False) -> bool:
+        """Copy the state as it is now and start to write it; returns as soon as the copy is made.
+
+        False when the save was skipped, because the one before is still being written: a slow store costs checkpoints,
+        never steps. A `required` save (the last step, a stop) waits for that one instead.
+        """
 
     def poll(self) -> int | None:
         """The step of a save that was committed since the last call, or None. Never waits."""
@@ -117,4 +120,4 @@ class Checkpointer(Protocol):
         """Finish the save in flight and return its step as `poll` does; None when there was none to report."""
 
     def load(self, state: TrainState, restore: RestorePoint) -> None:
-        """Fill `state` from a committed checkpoint of this run; raises DamagedData when it does not verify."""
+        """Fill `state` from a committed checkpoint of this run; raises when it does not verify."""

@@ -95,7 +95,11 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
-            self.output.weight = self.embed.weight
+            self.tie_embeddings()
+
+    def tie_embeddings(self) -> None:
+        """Use the embedding as the output projection; again after `to_empty`, which gives each name its own memory."""
+        self.output.weight = self.embed.weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Logits (B, T, V) of the token after each position; T is at most `max_seq_len`."""

@@ -4,14 +4,14 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from training.optim.config import OptimizerConfig
 
 
-def build_adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> AdamW:
+def build_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> AdamW:
     """AdamW over two groups: matrices decay, everything of one dimension (norms, biases) does not."""
-    parameters = [parameter for _, parameter in named_parameters]
+    parameters = list(parameters)
     decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
     plain = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [
@@ -35,7 +35,7 @@ def build_adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], config: Op
     return optimizer
 
 
-def set_learning_rate(optimizer: AdamW, learning_rate: float) -> None:
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
     """Use `learning_rate` in the next step, in every group."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
