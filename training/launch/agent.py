@@ -1,0 +1,193 @@
+"""The agent of one attempt on one machine: starts torchrun, watches everything, leaves nothing alive.
+
+    python -m training.launch.agent PARENT_PID <work_dir>/attempt.json
+
+A process of its own, in a session of its own, so that it outlives whatever happens to the flow's process for as long as
+it takes to clean up. The chain of custody:
+
+    the flow's process dies    the agent sees it within half a second and ends every descendant
+    the agent dies             the kernel kills torchrun, and then the ranks (parent-death signals)
+    torchrun dies              the kernel kills the ranks; what escapes becomes the agent's child (subreaper)
+    a rank dies or hangs       torchrun or the agent ends the others; one attempt, no restart inside
+
+Ends by writing `outcome.json`. No torch here: the agent starts in a fraction of a second.
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from headrace import faults
+from headrace.process import become_subreaper, descendants, kill_descendants, start_time
+from training.launch.diagnosis import AttemptOutcome, diagnose, read_exits, read_results
+from training.launch.hang import HangDetector
+from training.run_spec import AttemptSpec, read_attempt
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+SHUTDOWN_SECONDS = 5
+"""How long torchrun waits for the other ranks after one ended, before it kills them."""
+
+KILL_GRACE_SECONDS = 1.0
+"""Between asking the last processes to end and killing them; they had their time before."""
+
+OUTCOME_NAME = "outcome.json"
+PROCESSES_NAME = "processes.json"
+
+
+@dataclass
+class _Verdict:
+    """Why the agent itself ends the attempt."""
+
+    outcome: AttemptOutcome
+
+
+class Agent:
+    """Runs one attempt on this machine."""
+
+    def __init__(self, spec: AttemptSpec, attempt_file: Path, parent_pid: int) -> None:
+        self._spec = spec
+        self._attempt_file = attempt_file
+        self._parent_pid = parent_pid
+        self._logs = spec.work_path / "logs"
+        self._failures_file = spec.work_path / "failures.json"
+        self._stop_since: float | None = None
+        self._stop_passed_on = False
+        self._recorded: list[int] = []
+
+    def request_stop(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler
+        """Let the ranks save and end; after the grace time they are killed."""
+        if self._stop_since is None:
+            self._stop_since = time.monotonic()
+
+    def run(self) -> AttemptOutcome:
+        """Start the ranks, watch them to their end, and say how it went."""
+        torchrun = self._start_torchrun()
+        try:
+            verdict = self._watch(torchrun)
+        finally:
+            kill_descendants(os.getpid(), KILL_GRACE_SECONDS)
+        torchrun.wait()
+        if verdict is not None:
+            return verdict.outcome
+        return diagnose(
+            self._spec,
+            exits=read_exits(self._failures_file),
+            results=read_results(self._spec),
+            torchrun_exit=torchrun.returncode,
+            stop_requested=self._stop_since is not None,
+            logs=self._logs,
+        )
+
+    def _start_torchrun(self) -> "subprocess.Popen[bytes]":
+        launch = self._spec.run.launch
+        cores = len(os.sched_getaffinity(0))
+        threads = launch.threads_per_rank or max(1, cores // launch.ranks_per_node)
+        command = [
+            *(sys.executable, "-m", "training.torchrun", str(os.getpid()), str(self._failures_file)),
+            *("--standalone", "--max-restarts=0", f"--nproc-per-node={launch.ranks_per_node}"),
+            *("--monitor-interval=0.2", f"--shutdown-timeout={SHUTDOWN_SECONDS}"),
+            *("--log-dir", str(self._logs), "--redirects=3"),
+            *("-m", "training.main", str(self._attempt_file)),
+        ]
+        self._logs.mkdir(parents=True, exist_ok=True)
+        with (self._logs / "torchrun.log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            )
+
+    def _watch(self, torchrun: "subprocess.Popen[bytes]") -> _Verdict | None:
+        """Return when torchrun has ended (None), or when the agent has a reason to end the attempt."""
+        run = self._spec.run
+        detector = HangDetector(
+            {rank: self._spec.heartbeat_path(rank) for rank in range(run.launch.world_size)},
+            hang_timeout_seconds=run.launch.hang_timeout_seconds,
+            save_timeout_seconds=run.checkpoint.save_timeout_seconds,
+            now=time.monotonic(),
+        )
+        while torchrun.poll() is None:
+            if os.getppid() != self._parent_pid:
+                return _Verdict(_failed("ParentEnded", "The process that launched the attempt ended."))
+            self._record_processes()
+            if self._stop_since is not None and (overdue := self._pass_on_stop(torchrun.pid)):
+                return overdue
+            if hang := detector.look(time.monotonic()):
+                step = hang.beat.step if hang.beat else None
+                return _Verdict(_failed("Hang", hang.describe(), rank=hang.rank, step=step))
+            time.sleep(POLL_SECONDS)
+        return None
+
+    def _pass_on_stop(self, torchrun_pid: int) -> _Verdict | None:
+        """Ask the ranks to save and end; after the grace time, give the verdict that ends them."""
+        assert self._stop_since is not None
+        if not self._stop_passed_on:
+            self._stop_passed_on = True
+            # Not through torchrun: it would give the ranks a time limit of its own.
+            for pid in descendants(torchrun_pid):
+                _signal(pid, signal.SIGTERM)
+        if time.monotonic() - self._stop_since <= self._spec.run.launch.stop_grace_seconds:
+            return None
+        message = (
+            f"Stopped; the ranks had not saved within {self._spec.run.launch.stop_grace_seconds:g} s "
+            "(launch.stop_grace_seconds), so the newest committed checkpoint is what there is."
+        )
+        return _Verdict(AttemptOutcome(kind="stopped", message=message))
+
+    def _record_processes(self) -> None:
+        """Leave a list for the case that this process is killed and something escapes the parent-death signals."""
+        pids = descendants(os.getpid())
+        if pids == self._recorded:
+            return
+        self._recorded = pids
+        listed = [{"pid": pid, "start_time": start_time(pid)} for pid in [os.getpid(), *pids]]
+        _write_json(self._spec.work_path / PROCESSES_NAME, json.dumps(listed))
+
+
+def _failed(kind: str, message: str, *, rank: int | None = None, step: int | None = None) -> AttemptOutcome:
+    return AttemptOutcome(kind="failed", message=message, error_kind=kind, rank=rank, step=step)
+
+
+def _signal(pid: int, sig: signal.Signals) -> None:
+    try:
+        os.kill(pid, sig)
+    except ProcessLookupError:
+        return
+
+
+def _write_json(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def main() -> None:
+    """Entry point of the agent; the exit code says nothing, `outcome.json` does."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s agent %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    parent_pid, attempt_file = int(sys.argv[1]), Path(sys.argv[2])
+    become_subreaper()
+    faults.register("agent")
+    spec = read_attempt(attempt_file)
+    agent = Agent(spec, attempt_file, parent_pid)
+    signal.signal(signal.SIGTERM, agent.request_stop)
+    signal.signal(signal.SIGINT, agent.request_stop)
+    outcome = agent.run()
+    logger.info("Attempt %d: %s", spec.attempt, outcome.message)
+    _write_json(spec.work_path / OUTCOME_NAME, outcome.model_dump_json(indent=2))
+
+
+if __name__ == "__main__":
+    main()
