@@ -69,7 +69,7 @@ class _Save:
 class AsyncCheckpointer:
     """The checkpoints of one attempt, on one rank. Every rank makes the same calls in the same order.
 
-    Only rank 0 passes `events`; it gets `save.staged`, `save.committed` (in the moment of the commit), `save.failed`,
+    Only rank 0 passes `events`; it gets `save.begun`, `save.staged`, `save.committed` (in the moment of the commit), `save.failed`,
     `save.skipped`, `checkpoint.loaded` and `checkpoint.damaged`.
     """
 
@@ -84,7 +84,7 @@ class AsyncCheckpointer:
         self._in_flight: _Save | None = None
         self._failures = 0
         self._committed: int | None = None
-        """The newest step this attempt committed."""
+        """The newest step this attempt committed, or started from."""
         self._unreported: int | None = None
         self._required: int | None = None
         """The step whose save may not fail."""
@@ -162,6 +162,7 @@ class AsyncCheckpointer:
                 "starts from an older one."
             ) from error
         state.load_state_dict({"tensors": tensors, "values": checkpoint.commit.body["state"]})
+        self._committed = checkpoint.step
         seconds = time.monotonic() - started
         self._event("checkpoint.loaded", step=checkpoint.step, from_attempt=checkpoint.attempt, seconds=seconds)
 
@@ -175,6 +176,7 @@ class AsyncCheckpointer:
 
     def _start(self, state: TrainState) -> None:
         step, values = state.step, state.values()
+        self._event("save.begun", step=step)
         fault_point("save.begun", step=step, rank=self._rank)
         started = time.monotonic()
         tensors = state.tensors()
