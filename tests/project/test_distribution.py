@@ -28,6 +28,7 @@ DISTRIBUTION_OF = {
     # the errors and types of these are part of what the declared package gives us
     "pydantic_core": "pydantic",
     "aiobotocore": "s3fs",
+    "aiohttp": "s3fs",
     "botocore": "s3fs",
 }
 

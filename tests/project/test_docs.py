@@ -54,7 +54,9 @@ def test_every_event_and_its_fields_are_in_the_formats():
     table = read("docs/formats.md").split("## Events")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`.*?`) \| (.*) \|$", table, re.MULTILINE)
     documented_events = {
-        kind: set(re.findall(r"`(\w+)`", fields)) for kinds, fields in rows for kind in re.findall(r"`([a-z._]+)`", kinds)
+        kind: set(re.findall(r"`(\w+)`", fields))
+        for kinds, fields in rows
+        for kind in re.findall(r"`([a-z._]+)`", kinds)
     }
     written = events_in_code()
 
