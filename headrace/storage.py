@@ -48,6 +48,9 @@ DEADLINE_SECONDS = 120.0
 SLOWEST_BYTES_PER_SECOND = 1 << 20
 """One operation ends after DEADLINE_SECONDS plus its size at this speed: a server that trickles must not hold us."""
 
+PAGE_KEYS = 1000
+"""Keys in one answer to a listing and in one request to delete: what S3 allows."""
+
 PART_BYTES = 32 << 20
 PART_CONCURRENCY = 4
 MAX_CREATE_BYTES = 64 << 20
@@ -130,9 +133,10 @@ class Storage:
                 "and the endpoint come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...)."
             )
         prefix = prefix.strip("/")
-        if prefix:
-            check_key(prefix)
-        root = f"{bucket}/{prefix}" if prefix else bucket
+        try:
+            root = f"{bucket}/{check_key(prefix)}" if prefix else bucket
+        except ValueError as error:
+            raise ConfigError(f"The prefix of s3://{bucket}/... cannot be used: {error}.") from error
         return cls(f"s3://{root}", _S3Store(root))
 
     def __repr__(self) -> str:
@@ -405,8 +409,8 @@ class _S3Store:
 
     def delete_prefix(self, prefix: str) -> None:
         keys = [self._prefix + key for key in self.sizes(prefix)]
-        for first in range(0, len(keys), 1000):
-            batch = {"Objects": [{"Key": key} for key in keys[first : first + 1000]], "Quiet": True}
+        for first in range(0, len(keys), PAGE_KEYS):
+            batch = {"Objects": [{"Key": key} for key in keys[first : first + PAGE_KEYS]], "Quiet": True}
             answer = self._call("delete", prefix, "delete_objects", Delete=batch)
             if failed := answer.get("Errors"):
                 raise StorageUnavailable(
@@ -424,7 +428,7 @@ class _S3Store:
     def _pages(self, prefix: str, **options: Any) -> Iterator[dict[str, Any]]:
         where = f"{self._prefix}{prefix}/" if prefix else self._prefix
         while True:
-            page = self._call("list", prefix, "list_objects_v2", Prefix=where, **options)
+            page = self._call("list", prefix, "list_objects_v2", Prefix=where, MaxKeys=PAGE_KEYS, **options)
             yield page
             if not page.get("IsTruncated"):
                 return

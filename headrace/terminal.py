@@ -81,17 +81,19 @@ class StageProgress:
         self._terminal.note(f"{self.name}: {text}")
 
     def describe(self) -> str:
-        """Return the state in one line: `step 120/256  47%  loss=2.31  tok/s=12,345  ETA 1:02`."""
+        """Return the state in one line: `step 120/256  46%  loss=2.31  tok/s=12,345`."""
         parts = []
         if self._done is not None:
             parts.append(f"{self._unit} {self._amount()}".strip())
         if self._done is not None and self._total:
             parts.append(f"{100 * self._done // self._total}%")
         parts.extend(f"{_ABBREVIATIONS.get(name, name)}={_format(value)}" for name, value in self._fields.items())
-        remaining = self._remaining_seconds()
-        if remaining is not None:
-            parts.append(f"ETA {_duration(remaining)}")
         return "  ".join(parts)
+
+    def describe_with_eta(self) -> str:
+        """Return `describe()` and the time left, where it can be known."""
+        remaining = self._remaining_seconds()
+        return self.describe() + (f"  ETA {_duration(remaining)}" if remaining is not None else "")
 
     def _count(self, done: int) -> None:
         if self._rate_from is None or (self._done is not None and done < self._done):
@@ -211,11 +213,11 @@ class Terminal:
     def _show(self, stage: StageProgress) -> None:
         if self._progress is not None and stage._task is not None:
             self._progress.update(
-                stage._task, total=stage._total, completed=stage._done or 0, state=redact(stage.describe())
+                stage._task, total=stage._total, completed=stage._done or 0, state=redact(stage.describe_with_eta())
             )
         elif self.plain and self._clock() - stage._last_line >= LINE_INTERVAL_SECONDS:
             stage._last_line = self._clock()
-            self._write(f"{stage.name}: {stage.describe()}")
+            self._write(f"{stage.name}: {stage.describe_with_eta()}")
 
     def _close(self, stage: StageProgress, how: str) -> None:
         with self._lock:
