@@ -7,10 +7,8 @@ when the process ended is taken from the events on the store at the next start (
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
-
-import tenacity
 
 from headrace.errors import HeadraceError, Retryable
 from headrace.tracking import POINTS_IN_BATCH, Point
@@ -24,6 +22,9 @@ GROUPS = {"step": "train", "evaluation": "validation"}
 
 NOT_METRICS = ("seq", "time", "attempt", "kind", "step")
 COMMITTED = "save.committed"
+
+FIRST_DELAY_SECONDS = 0.5
+LONGEST_DELAY_SECONDS = 15.0
 
 
 class PointSink(Protocol):
@@ -102,7 +103,6 @@ class EventMirror:
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._give_up = threading.Event()
-        self._refused = False
         self._thread = threading.Thread(target=self._run, name="event-mirror", daemon=True)
         self._thread.start()
 
@@ -126,44 +126,38 @@ class EventMirror:
         self._give_up.set()
         self._thread.join(1.0)
         waiting = self._events or self._for_attempt or self._commits or self._for_parent
-        return not (self._refused or waiting or self._attempt_run_id is None)
+        return not (waiting or self._attempt_run_id is None)
 
     def _run(self) -> None:
-        for attempt in self._until_answered():
-            with attempt:
-                self._open()
+        if not self._until_answered(self._open):
+            return
         while not self._give_up.is_set():
             last_round = self._closing.is_set()
             self._take()
-            for attempt in self._until_answered():
-                with attempt:
-                    self._deliver()
+            if not self._until_answered(self._deliver):
+                return
             if last_round and not self._events:
                 return
             self._wake.wait(self._interval)
             self._wake.clear()
 
-    def _until_answered(self) -> Iterator[tenacity.AttemptManager]:
-        """Try again while MLflow or the store is away; every other failure ends the mirror, never the training."""
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(Retryable),
-            wait=tenacity.wait_exponential(multiplier=0.5, max=15.0),
-            sleep=tenacity.sleep_using_event(self._give_up),
-            stop=tenacity.stop_when_event_set(self._give_up),
-            before_sleep=self._say_away,
-        )
-        try:
-            yield from retrying
-        except tenacity.RetryError:
-            pass  # told to give up; the next start takes the rest from the store
-        except HeadraceError as error:
-            self._refused = True
-            self._give_up.set()
-            logger.error("Metrics are no longer sent to MLflow, training goes on: %s", error)
-
-    def _say_away(self, state: tenacity.RetryCallState) -> None:
-        if state.attempt_number == 1 and state.outcome is not None:
-            logger.warning("Metrics wait until MLflow answers, training goes on: %s", state.outcome.exception())
+    def _until_answered(self, action: Callable[[], None]) -> bool:
+        """Do it again while MLflow or the store is away; every other failure ends the mirror, never the training."""
+        delay = FIRST_DELAY_SECONDS
+        while not self._give_up.is_set():
+            try:
+                action()
+            except Retryable as error:
+                if delay == FIRST_DELAY_SECONDS:
+                    logger.warning("Metrics wait until MLflow answers, training goes on: %s", error)
+                self._give_up.wait(delay)
+                delay = min(2 * delay, LONGEST_DELAY_SECONDS)
+            except HeadraceError as error:
+                logger.error("Metrics are no longer sent to MLflow, training goes on: %s", error)
+                self._give_up.set()
+            else:
+                return True
+        return False
 
     def _open(self) -> None:
         self._attempt_run_id = self._open_attempt()

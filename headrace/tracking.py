@@ -84,6 +84,7 @@ class RunRecord:
     name: str
     status: str
     artifact_root: str
+    deleted: bool
     tags: Mapping[str, str]
 
 
@@ -188,6 +189,11 @@ class Tracker:
         with self.calls("asked for the experiment"):
             return self.client.get_experiment_by_name(name)
 
+    def experiment_name(self, experiment_id: str) -> str:
+        """Name of an experiment; raises NotFound."""
+        with self.calls(f"asked for the experiment {experiment_id}"):
+            return str(self.client.get_experiment(experiment_id).name)
+
     def _create_experiment(self, name: str, artifact_root: str) -> "Experiment":
         try:
             with self.calls("asked for a new experiment"):
@@ -265,6 +271,11 @@ class Tracker:
             new = [Param(key, value[:MAX_PARAM_LENGTH]) for key, value in params.items() if key not in known]
             for start in range(0, len(new), PARAMS_IN_BATCH):
                 self.client.log_batch(run_id, params=new[start : start + PARAMS_IN_BATCH])
+
+    def params(self, run_id: str) -> dict[str, str]:
+        """The parameters of a run."""
+        with self.calls(f"asked for the run {run_id}"):
+            return dict(self.client.get_run(run_id).data.params)
 
     def log_points(self, run_id: str, points: Sequence[Point]) -> None:
         """Write metric points; a point that is there already stays one point."""
@@ -406,5 +417,6 @@ def _run_record(run: "Run") -> RunRecord:
         name=run.info.run_name or "",
         status=run.info.status,
         artifact_root=run.info.artifact_uri,
+        deleted=run.info.lifecycle_stage != "active",
         tags=dict(run.data.tags),
     )

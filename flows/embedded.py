@@ -1,0 +1,178 @@
+"""Prefect inside one command: settings that leave the user's own profile alone, and a server that ends with us.
+
+Prefect would start a temporary server itself, but that one survives when this process is killed. Ours is told by the
+kernel when its parent is gone. `PREFECT_API_URL` is honoured: then nothing is started here.
+
+Everything here happens before prefect is imported, so this module does not import it.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, MutableMapping
+from pathlib import Path
+
+from headrace.environment import prefect_home
+from headrace.errors import ConfigError, HeadraceError, Retryable
+from headrace.process import set_parent_death_signal
+
+START_SECONDS = 180
+"""The first start on a fresh home creates the database: 16 s on two idle cores, more than a minute was reported."""
+
+LOG_NAME = "server.log"
+
+
+def settings() -> dict[str, str]:
+    """Prefect's settings for a command of ours; those that the user set win."""
+    return {
+        "PREFECT_HOME": str(prefect_home()),
+        "PREFECT_PROFILES_PATH": str(prefect_home() / "profiles.toml"),
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": str(START_SECONDS),
+        # With analytics on, the server prints a traceback about a locked database when it starts.
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        # What a user has to know is said by our own terminal.
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
+        "PREFECT_CLI_PROMPT": "false",
+    }
+
+
+def apply_settings(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Put the settings into the environment; call it before prefect is imported."""
+    for name, value in settings().items():
+        environment.setdefault(name, value)
+
+
+class PrefectUnavailable(Retryable):
+    """The Prefect API did not answer."""
+
+
+class EmbeddedServer:
+    """A Prefect API of this command alone, on loopback; started early, waited for when it is needed."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self._process = process
+        self._log = log
+        self.url = f"http://127.0.0.1:{port}/api"
+
+    @classmethod
+    def start(cls) -> "EmbeddedServer":
+        """Start the server and return at once."""
+        home = Path(os.environ.get("PREFECT_HOME", prefect_home()))
+        home.mkdir(parents=True, exist_ok=True)
+        port = _free_port()
+        log = home / LOG_NAME
+        # These three are what Prefect gives its own temporary server; the API needs no pages and no log shipping.
+        environment = {
+            **os.environ,
+            "PREFECT_UI_ENABLED": "0",
+            "PREFECT__SERVER_EPHEMERAL": "1",
+            "PREFECT__SERVER_FINAL": "1",
+        }
+        command = [sys.executable, "-m", "flows.embedded", str(os.getpid()), str(port)]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                # Ctrl-C is for us: the server has to hear how the flow ended.
+                start_new_session=True,
+            )
+        return cls(process, port, log)
+
+    def wait(self, seconds: float = START_SECONDS) -> None:
+        """Wait until the API answers; raises HeadraceError with the server's last words when it does not."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if _answers(f"{self.url}/health"):
+                return
+            if self._process.poll() is not None:
+                break
+            time.sleep(0.1)
+        self.stop()
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else f"no answer within {seconds:.0f} seconds"
+        raise HeadraceError(
+            f"The embedded Prefect server did not start: {reason}. The log is {self._log}; to use a server of your "
+            "own, set PREFECT_API_URL."
+        )
+
+    def stop(self) -> None:
+        """End the server."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def prefect_api() -> Iterator[Callable[[], None]]:
+    """Within the block PREFECT_API_URL names an API: the user's own, or an embedded one that ends with the block.
+
+    The embedded one is only started here, so that imports can go on meanwhile: call what the block gets before the
+    flow. Raises ConfigError for a URL of another kind.
+    """
+    apply_settings()
+    given = os.environ.get("PREFECT_API_URL")
+    if given:
+        if not given.startswith(("http://", "https://")):
+            raise ConfigError(f"PREFECT_API_URL is {given!r}, but it must start with http:// or https://.")
+        yield lambda: _require_answer(given)
+        return
+    server = EmbeddedServer.start()
+    os.environ["PREFECT_API_URL"] = server.url
+    # Log lines of an API that ends with the command would be read by nobody.
+    os.environ.setdefault("PREFECT_LOGGING_TO_API_ENABLED", "false")
+    try:
+        yield server.wait
+    finally:
+        server.stop()
+        del os.environ["PREFECT_API_URL"]
+
+
+def _require_answer(url: str) -> None:
+    if not _answers(f"{url.rstrip('/')}/health"):
+        raise PrefectUnavailable(
+            f"The Prefect API at {url} does not answer. Start it, or unset PREFECT_API_URL to use an embedded one; "
+            "then give the same command again."
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def main() -> None:
+    """Become the server: `python -m flows.embedded PARENT_PID PORT`."""
+    parent, port = int(sys.argv[1]), sys.argv[2]
+    # The setting outlives exec, so the kernel ends the server whatever ends the command.
+    set_parent_death_signal(signal.SIGTERM, parent)
+    module = "prefect.server.api.server:create_app"
+    command = ["uvicorn", "--factory", module, "--host", "127.0.0.1", "--port", port]
+    os.execv(sys.executable, [sys.executable, "-m", *command, "--log-level", "error", "--lifespan", "on"])
+
+
+if __name__ == "__main__":
+    main()
