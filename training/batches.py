@@ -27,8 +27,8 @@ class Tokens(Protocol):
     def __len__(self) -> int:
         """Tokens in the split."""
 
-    def read(self, start: int, length: int) -> Int64s:
-        """Tokens `start .. start + length - 1`."""
+    def read_many(self, starts: Int64s, length: int) -> Int64s:
+        """One row for each start: the `length` tokens from there on."""
 
 
 class Order(Protocol):
@@ -98,9 +98,8 @@ class Batches:
 
     def read(self, position: int) -> Batch:
         """The batch at `position`, read now."""
-        length = self._seq_len + 1
-        rows = np.stack([self._tokens.read(int(i) * self._seq_len, length) for i in self.sample_indices(position)])
-        tokens = torch.from_numpy(rows)
+        starts = self.sample_indices(position) * self._seq_len
+        tokens = torch.from_numpy(self._tokens.read_many(starts, self._seq_len + 1))
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def close(self) -> None:

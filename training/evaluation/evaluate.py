@@ -84,10 +84,11 @@ def evaluate(
     with torch.no_grad():
         for windows in _rounds(available, spec.window, batch_size, world.dp):
             mine = windows.of_rank(world.dp_rank)
-            rows = [tokens.read(start, windows.length + 1) for start in mine]
-            ids = torch.from_numpy(np.stack(rows or [np.zeros(windows.length + 1, dtype=np.int64)])).to(world.device)
+            rows = tokens.read_many(mine, windows.length + 1)
+            ids = torch.from_numpy(rows if len(mine) else np.zeros((1, windows.length + 1), dtype=np.int64))
+            ids = ids.to(world.device)
             losses = token_losses(forward(ids[:, :-1]), ids[:, 1:]).double().cpu().numpy()
-            for start, row, nats in zip(mine, rows, losses, strict=False):
+            for start, row, nats in zip(mine.tolist(), rows, losses, strict=False):
                 sums.add(start, row[1:], nats, bytes_of, ends)
             if on_progress is not None:
                 on_progress(windows.first + windows.count, windows.total)
@@ -105,11 +106,11 @@ class _Round:
     window: int
     batch_size: int
 
-    def of_rank(self, dp_rank: int) -> list[int]:
-        """Where the windows of one rank start in the split."""
+    def of_rank(self, dp_rank: int) -> Int64s:
+        """Where the windows of one rank start in the split; may be none."""
         begin = dp_rank * self.batch_size
         end = min(begin + self.batch_size, self.count)
-        return [(self.first + number) * self.window for number in range(begin, end)]
+        return (self.first + np.arange(begin, end, dtype=np.int64)) * self.window
 
 
 def _rounds(available: int, window: int, batch_size: int, dp: int) -> Iterator[_Round]:

@@ -6,6 +6,7 @@ full tensor is drawn on CPU from `hash(seed, FQN)`, one at a time, and each rank
 
 import hashlib
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,14 @@ def initial_value(fqn: str, shape: torch.Size, config: ModelConfig, seed: int) -
     residual = fqn.endswith(RESIDUAL_OUTPUTS)
     scale = STANDARD_DEVIATION / (math.sqrt(2 * config.num_layers) if residual else 1.0)
     return torch.empty(shape).normal_(0.0, scale, generator=generator)
+
+
+def load_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
+    """Fill every parameter (plain or sharded) from whole tensors by FQN, the same on every rank."""
+    assert parameters.keys() == weights.keys(), f"{parameters.keys() ^ weights.keys()}"
+    with torch.no_grad():
+        for fqn, parameter in parameters.items():
+            assign(parameter, weights[fqn])
 
 
 def assign(parameter: Tensor, full: Tensor) -> None:

@@ -94,12 +94,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(number): Block(config) for number in range(config.num_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.tie_embeddings()
+        self._tie()
 
-    def tie_embeddings(self) -> None:
-        """Use the embedding as the output projection; again after `to_empty`, which gives each name its own memory."""
-        self.output.weight = self.embed.weight
+    def materialise(self, device: torch.device) -> None:
+        """Give a model that was made on the meta device memory, without values."""
+        self.to_empty(device=device)
+        self._tie()  # to_empty gives each name memory of its own
+
+    def _tie(self) -> None:
+        if self.config.tie_embeddings:
+            self.output.weight = self.embed.weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Logits (B, T, V) of the token after each position; T is at most `max_seq_len`."""

@@ -3,9 +3,11 @@
 The loss of a step is the sum of the token losses divided by the number of valid tokens *of the whole global batch*,
 so any division into ranks and micro-batches gives the same gradient. FSDP must therefore only add gradients, never
 average them.
+
+bfloat16 means: weights are kept, gradients are added up and the optimizer works in float32; the passes see a bfloat16
+copy of the weights. FSDP makes that copy while it gathers; one rank alone makes it here, so the arithmetic is the same.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -19,7 +21,7 @@ from training.model.llama import Decoder
 from training.model.loss import token_loss_sum
 from training.parallel.world import World
 
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+COMPUTE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 MASTER_TYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
 """Type of the weights that the optimizer updates, and of the gradients that are added up."""
 
@@ -28,12 +30,16 @@ class Engine:
     """A decoder divided over a world: computes losses and gradients, and logits for an evaluation."""
 
     def __init__(self, model: Decoder, world: World, precision: str) -> None:
-        self.model = model
         self.world = world
-        self.precision = precision
         # Taken once: while FSDP holds gathered weights, `named_parameters` gives those and not the masters.
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         """The master weights by FQN: this rank's shards under FSDP."""
+        self._model = model
+        self._copies: list[nn.Parameter] = []
+        """The weights that the passes see, where they are not the masters, in the order of `parameters`."""
+        if world.mesh is None and COMPUTE_TYPES[precision] != MASTER_TYPES[precision]:
+            self._model = empty_decoder(model.config, COMPUTE_TYPES[precision], world.device)
+            self._copies = list(self._model.parameters())
 
     @classmethod
     def build(cls, config: ModelConfig, world: World, *, precision: str, seed: int) -> "Engine":
@@ -42,9 +48,7 @@ class Engine:
             model = Decoder(config).to(MASTER_TYPES[precision])
         if world.mesh is not None:
             shard(model, world, precision)
-        model.to_empty(device=world.device)
-        if config.tie_embeddings:
-            model.tie_embeddings()
+        model.materialise(world.device)
         initialise(model, config, seed)
         return cls(model, world, precision)
 
@@ -53,49 +57,62 @@ class Engine:
 
         `num_valid` counts the tokens with a loss in the global batch: the sum of all ranks' shares is the mean loss.
         """
+        self._refresh_copies()
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         micro_batches = list(batch.split(micro_batch_size))
         for number, micro_batch in enumerate(micro_batches):
-            self._sync_gradients(last=number == len(micro_batches) - 1)
-            loss = token_loss_sum(self.forward(micro_batch.tokens_BT), micro_batch.targets_BT) / num_valid
+            if isinstance(self._model, FSDPModule):
+                # Gradients go over the ranks once a step, after the last micro-batch.
+                self._model.set_requires_gradient_sync(number == len(micro_batches) - 1)
+            logits_BTV = self._model(micro_batch.tokens_BT)
+            loss = token_loss_sum(logits_BTV, micro_batch.targets_BT) / num_valid
             loss.backward()
+            self._collect_gradients()
             total += loss.detach()
         return total
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits (B, T, V), computed in the engine's precision."""
-        with self._autocast():
-            return cast(Tensor, self.model(tokens_BT))
-
     def infer(self, tokens_BT: Tensor) -> Tensor:
-        """Logits without a gradient; leaves no gathered weights behind."""
+        """Logits (B, T, V) without a gradient; leaves no gathered weights behind."""
+        self._refresh_copies()
         with torch.no_grad():
-            logits_BTV = self.forward(tokens_BT)
-        if isinstance(self.model, FSDPModule):
+            logits_BTV = cast(Tensor, self._model(tokens_BT))
+        if isinstance(self._model, FSDPModule):
             # The root keeps its weights gathered for a backward pass that does not come here.
-            self.model.reshard()
+            self._model.reshard()
         return logits_BTV
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self.world.mesh is None and self.precision == "bfloat16":
-            return torch.autocast(self.world.device.type, torch.bfloat16)
-        return nullcontext()
+    def _refresh_copies(self) -> None:
+        if self._copies:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, list(self.parameters.values()))
 
-    def _sync_gradients(self, *, last: bool) -> None:
-        """Reduce gradients over ranks once a step, after the last micro-batch."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last)
+    def _collect_gradients(self) -> None:
+        """Add the copies' gradients of one micro-batch to those of the masters, in the masters' type."""
+        for master, copy in zip(self.parameters.values(), self._copies, strict=False):
+            assert copy.grad is not None
+            if master.grad is None:
+                master.grad = copy.grad.to(master.dtype)
+            else:
+                master.grad += copy.grad
+            copy.grad = None
 
 
-def shard(model: nn.Module, world: World, precision: str) -> None:
+def empty_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder whose weights are still to be filled."""
+    with torch.device("meta"):
+        model = Decoder(config).to(dtype)
+    model.materialise(device)
+    return model
+
+
+def shard(model: Decoder, world: World, precision: str) -> None:
     """Divide every block, then the rest, over the data-parallel ranks."""
     assert world.mesh is not None
-    policy = MixedPrecisionPolicy(param_dtype=PRECISIONS[precision], reduce_dtype=MASTER_TYPES[precision])
-    decoder = cast(Decoder, model)
-    for block in decoder.layers.values():
+    policy = MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=MASTER_TYPES[precision])
+    for block in model.layers.values():
         fully_shard(block, mesh=world.mesh, mp_policy=policy)
-    fully_shard(decoder, mesh=world.mesh, mp_policy=policy)
-    for module in decoder.modules():
+    fully_shard(model, mesh=world.mesh, mp_policy=policy)
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # Otherwise torch asks for PREMUL_SUM with a factor of 1, which gloo does not have.

@@ -67,11 +67,10 @@ def detect_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -
 def join_world(layout: LayoutConfig, *, timeout_seconds: float) -> World:
     """Meet the other ranks that torchrun started (RANK, WORLD_SIZE, LOCAL_RANK in the environment).
 
-    Collectives give up after `timeout_seconds`: a hang is found earlier, from the heartbeats, and this is the net
-    below. Raises ConfigError when the layout does not fill the world.
+    Without torchrun this process is the only rank. Collectives give up after `timeout_seconds`: a hang is found
+    earlier, from the heartbeats, and this is the net below. Raises ConfigError when the layout does not fill the world.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if layout.dp_shard not in (-1, world_size):
         raise ConfigError(
             f"layout.dp_shard is {layout.dp_shard}, but {world_size} ranks were started; they must be equal, "
@@ -80,16 +79,24 @@ def join_world(layout: LayoutConfig, *, timeout_seconds: float) -> World:
     device = detect_device(layout.device, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    alone = "MASTER_ADDR" not in os.environ
     dist.init_process_group(
         BACKENDS[device.type],
+        store=None if "MASTER_ADDR" in os.environ else dist.HashStore(),
+        rank=rank,
+        world_size=world_size,
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if device.type == "cuda" else None,
-        **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
     )
-    if world_size == 1:
-        return World(0, 1, device)
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_shard",))
+    return meet(device)
+
+
+def meet(device: torch.device | None = None) -> World:
+    """The world of the process group that this process is in."""
+    device = device or torch.device("cpu")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = None
+    if world_size > 1:
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_shard",))
     return World(rank, world_size, device, mesh)
 
 
