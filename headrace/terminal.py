@@ -31,10 +31,10 @@ _ABBREVIATIONS = {
     "learning_rate": "lr",
     "tokens_per_second": "tok/s",
 }
-_SECRET_NAME = re.compile(
-    r"(?:^|_)(?:SECRET|TOKEN|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|AUTH_STRING)(?:_|$)(?!.*(?:FILE|PATH|DIR)$)",
-    re.IGNORECASE,
+_SECRET_VARIABLE = re.compile(
+    r"(?:^|_)(?:SECRET|TOKEN|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|AUTH_STRING)(?:_|$)(?!.*(?:FILE|PATH|DIR)$)"
 )
+_SECRET_FIELD = re.compile(r"secret|password|passwd|api_?key|access_?key|auth_?token|auth_?string", re.IGNORECASE)
 _SECRET_MIN_LENGTH = 8
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+(?=@)")
 _ASSIGNMENT = re.compile(
@@ -244,7 +244,7 @@ def redact(text: str) -> str:
     process's environment variables whose names say that they are secret.
     """
     for name, value in os.environ.items():
-        if len(value) >= _SECRET_MIN_LENGTH and _SECRET_NAME.search(name):
+        if len(value) >= _SECRET_MIN_LENGTH and _SECRET_VARIABLE.search(name):
             text = text.replace(value, _MASK)
     text = _URL_CREDENTIALS.sub(_MASK, text)
     return _ASSIGNMENT.sub(lambda match: match["name"] + _MASK, text)
@@ -273,7 +273,9 @@ def _redact_tree(value: Any) -> Any:
 
 
 def _names_secret(name: Any, value: Any) -> bool:
-    return isinstance(name, str) and isinstance(value, str) and _SECRET_NAME.search(name) is not None
+    if not isinstance(name, str) or not isinstance(value, str):
+        return False
+    return bool(_SECRET_FIELD.search(name) or _SECRET_VARIABLE.search(name))
 
 
 def _format(value: Any) -> str:
@@ -282,7 +284,7 @@ def _format(value: Any) -> str:
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e15 else f"{value:.3g}"
 
 
 def _duration(seconds: float) -> str:
