@@ -32,8 +32,10 @@ from training.checkpoint.checkpointer import AsyncCheckpointer
 from training.evaluation.evaluate import evaluate
 from training.evaluation.spec import EvalSpec
 from training.loop import Training, train
+from training.model.init import load_weights
 from training.optim.adamw import build_adamw
 from training.optim.schedule import Schedule
+from training.origin import read_origin
 from training.parallel.engine import Engine
 from training.parallel.world import World, join_world
 from training.rng import seed_rank
@@ -159,6 +161,10 @@ def assemble(spec: AttemptSpec, storage: Storage, world: World, sink: Sink, stop
     checkpoints = AsyncCheckpointer(storage, spec, events=sink.events)
     if spec.restore is not None:
         checkpoints.load(state, spec.restore)
+    elif run.training.init_from is not None:
+        origin = read_origin(storage, run.training.init_from, run.model)
+        load_weights(engine.parameters, origin.weights)
+        sink.event("weights.loaded", step=0, init_from=run.training.init_from, **origin.record)
     eval_spec = EvalSpec.of(
         run.evaluation,
         dataset_digest=run.dataset_digest,

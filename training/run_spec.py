@@ -21,7 +21,7 @@ from training.model.config import ModelConfig
 from training.optim.config import OptimizerConfig, ScheduleConfig
 from training.parallel.config import LayoutConfig
 
-FORMAT_VERSION = 1
+FORMAT_VERSION: Literal[1] = 1
 
 
 class RestorePoint(Part):

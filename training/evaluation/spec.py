@@ -8,6 +8,7 @@ from headrace.config import Part
 from headrace.digest import digest_json
 from training.evaluation.config import EvaluationConfig
 
+COMMIT_KIND = "evaluation"
 PROTOCOL_VERSION: Literal[1] = 1
 """Raise it when the same spec and the same model would give another number."""
 
@@ -46,3 +47,17 @@ class EvalSpec(Part):
     def digest(self) -> str:
         """Identity of the evaluation, and the name of its directory below `evaluations/`."""
         return digest_json(self.model_dump(mode="json"))
+
+
+class EvaluationTask(Part):
+    """What the stage gets: `python -m training.evaluation.main task.json` reads this."""
+
+    storage_root: str = Field(description="URL of the store")
+    model: str = Field(description="storage key of the exported model folder")
+    dataset_key: str = Field(description="directory name of the dataset below `datasets/`")
+    spec: EvalSpec
+    target: str = Field(description="storage key of the folder that takes the result")
+    work_dir: str = Field(description="local folder for copies of the model and of shards")
+    batch_size: PositiveInt = Field(16, description="sequences in one forward pass")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(0, ge=0, description="computing threads on CPU; 0 takes every core")

@@ -49,7 +49,8 @@ class Attention(nn.Module):
         return output
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        batch, length, width = x.shape
+        return x.view(batch, length, width // self.head_dim, self.head_dim).transpose(1, 2)
 
 
 class FeedForward(nn.Module):

@@ -8,6 +8,7 @@ bfloat16 means: weights are kept, gradients are added up and the optimizer works
 copy of the weights. FSDP makes that copy while it gathers; one rank alone makes it here, so the arithmetic is the same.
 """
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from training.batches import Batch
 from training.model.config import ModelConfig
-from training.model.init import initialise
+from training.model.init import initialise, load_weights
 from training.model.llama import Decoder
 from training.model.loss import token_loss_sum
 from training.parallel.world import World
@@ -38,19 +39,24 @@ class Engine:
         self._copies: list[nn.Parameter] = []
         """The weights that the passes see, where they are not the masters, in the order of `parameters`."""
         if world.mesh is None and COMPUTE_TYPES[precision] != MASTER_TYPES[precision]:
-            self._model = empty_decoder(model.config, COMPUTE_TYPES[precision], world.device)
+            self._model = Decoder(model.config).to(world.device, COMPUTE_TYPES[precision])
             self._copies = list(self._model.parameters())
 
     @classmethod
     def build(cls, config: ModelConfig, world: World, *, precision: str, seed: int) -> "Engine":
-        """Make the model without memory, divide it, then give it the initial weights that `seed` stands for."""
-        with torch.device("meta"):
-            model = Decoder(config).to(MASTER_TYPES[precision])
-        if world.mesh is not None:
-            shard(model, world, precision)
-        model.materialise(world.device)
+        """An engine with the initial weights that `seed` stands for."""
+        model = empty_decoder(config, world, precision)
         initialise(model, config, seed)
         return cls(model, world, precision)
+
+    @classmethod
+    def from_weights(
+        cls, config: ModelConfig, weights: Mapping[str, Tensor], world: World, *, precision: str
+    ) -> "Engine":
+        """An engine with given weights: whole tensors by FQN."""
+        engine = cls(empty_decoder(config, world, precision), world, precision)
+        load_weights(engine.parameters, weights)
+        return engine
 
     def forward_backward(self, batch: Batch, num_valid: int, micro_batch_size: int) -> Tensor:
         """Add the gradient of this rank's share of the batch; returns its share of the loss (float64, detached).
@@ -84,7 +90,7 @@ class Engine:
     def _refresh_copies(self) -> None:
         if self._copies:
             with torch.no_grad():
-                torch._foreach_copy_(self._copies, list(self.parameters.values()))
+                torch._foreach_copy_([*self._copies], [*self.parameters.values()])
 
     def _collect_gradients(self) -> None:
         """Add the copies' gradients of one micro-batch to those of the masters, in the masters' type."""
@@ -97,11 +103,13 @@ class Engine:
             copy.grad = None
 
 
-def empty_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder whose weights are still to be filled."""
+def empty_decoder(config: ModelConfig, world: World, precision: str) -> Decoder:
+    """A decoder in the masters' type, made without memory, then divided; its weights are still to be filled."""
     with torch.device("meta"):
-        model = Decoder(config).to(dtype)
-    model.materialise(device)
+        model = Decoder(config).to(MASTER_TYPES[precision])
+    if world.mesh is not None:
+        shard(model, world, precision)
+    model.materialise(world.device)
     return model
 
 

@@ -81,7 +81,7 @@ def join_world(layout: LayoutConfig, *, timeout_seconds: float) -> World:
         torch.cuda.set_device(device)
     dist.init_process_group(
         BACKENDS[device.type],
-        store=None if "MASTER_ADDR" in os.environ else dist.HashStore(),
+        store=None if "MASTER_ADDR" in os.environ else dist.HashStore(),  # type: ignore[attr-defined]  # public, not in the stubs
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_seconds),
