@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -43,15 +42,11 @@ OUTCOME_NAME = "outcome.json"
 PROCESSES_NAME = "processes.json"
 
 
-@dataclass
-class _Verdict:
-    """Why the agent itself ends the attempt."""
-
-    outcome: AttemptOutcome
-
-
 class Agent:
     """Runs one attempt on this machine."""
+
+    rank_module = "training.main"
+    """What every rank runs: `python -m <rank_module> <work_dir>/attempt.json`."""
 
     def __init__(self, spec: AttemptSpec, attempt_file: Path, parent_pid: int) -> None:
         self._spec = spec
@@ -62,6 +57,12 @@ class Agent:
         self._stop_since: float | None = None
         self._stop_passed_on = False
         self._recorded: list[int] = []
+        self._detector = HangDetector(
+            {rank: spec.heartbeat_path(rank) for rank in range(spec.run.launch.world_size)},
+            hang_timeout_seconds=spec.run.launch.hang_timeout_seconds,
+            save_timeout_seconds=spec.run.checkpoint.save_timeout_seconds,
+            now=time.monotonic(),
+        )
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler
         """Let the ranks save and end; after the grace time they are killed."""
@@ -70,24 +71,27 @@ class Agent:
 
     def run(self) -> AttemptOutcome:
         """Start the ranks, watch them to their end, and say how it went."""
-        torchrun = self._start_torchrun()
+        torchrun = self.start_torchrun()
         try:
             verdict = self._watch(torchrun)
         finally:
             kill_descendants(os.getpid(), KILL_GRACE_SECONDS)
         torchrun.wait()
         if verdict is not None:
-            return verdict.outcome
+            return verdict
+        self._detector.look(time.monotonic())  # what they said last
         return diagnose(
             self._spec,
             exits=read_exits(self._failures_file),
             results=read_results(self._spec),
+            beats=self._detector.beats(),
             torchrun_exit=torchrun.returncode,
             stop_requested=self._stop_since is not None,
             logs=self._logs,
         )
 
-    def _start_torchrun(self) -> "subprocess.Popen[bytes]":
+    def start_torchrun(self) -> "subprocess.Popen[bytes]":
+        """Start the launcher of the ranks, once: a rank that ends is the end of the attempt."""
         launch = self._spec.run.launch
         cores = len(os.sched_getaffinity(0))
         threads = launch.threads_per_rank or max(1, cores // launch.ranks_per_node)
@@ -96,7 +100,7 @@ class Agent:
             *("--standalone", "--max-restarts=0", f"--nproc-per-node={launch.ranks_per_node}"),
             *("--monitor-interval=0.2", f"--shutdown-timeout={SHUTDOWN_SECONDS}"),
             *("--log-dir", str(self._logs), "--redirects=3"),
-            *("-m", "training.main", str(self._attempt_file)),
+            *("-m", self.rank_module, str(self._attempt_file)),
         ]
         self._logs.mkdir(parents=True, exist_ok=True)
         with (self._logs / "torchrun.log").open("ab") as log:
@@ -108,28 +112,21 @@ class Agent:
                 env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             )
 
-    def _watch(self, torchrun: "subprocess.Popen[bytes]") -> _Verdict | None:
-        """Return when torchrun has ended (None), or when the agent has a reason to end the attempt."""
-        run = self._spec.run
-        detector = HangDetector(
-            {rank: self._spec.heartbeat_path(rank) for rank in range(run.launch.world_size)},
-            hang_timeout_seconds=run.launch.hang_timeout_seconds,
-            save_timeout_seconds=run.checkpoint.save_timeout_seconds,
-            now=time.monotonic(),
-        )
+    def _watch(self, torchrun: "subprocess.Popen[bytes]") -> AttemptOutcome | None:
+        """Return when torchrun has ended (None), or when the agent has a reason of its own to end the attempt."""
         while torchrun.poll() is None:
             if os.getppid() != self._parent_pid:
-                return _Verdict(_failed("ParentEnded", "The process that launched the attempt ended."))
+                return _failed("ParentEnded", "The process that launched the attempt ended.")
             self._record_processes()
             if self._stop_since is not None and (overdue := self._pass_on_stop(torchrun.pid)):
                 return overdue
-            if hang := detector.look(time.monotonic()):
+            if hang := self._detector.look(time.monotonic()):
                 step = hang.beat.step if hang.beat else None
-                return _Verdict(_failed("Hang", hang.describe(), rank=hang.rank, step=step))
+                return _failed("Hang", hang.describe(), rank=hang.rank, step=step)
             time.sleep(POLL_SECONDS)
         return None
 
-    def _pass_on_stop(self, torchrun_pid: int) -> _Verdict | None:
+    def _pass_on_stop(self, torchrun_pid: int) -> AttemptOutcome | None:
         """Ask the ranks to save and end; after the grace time, give the verdict that ends them."""
         assert self._stop_since is not None
         if not self._stop_passed_on:
@@ -143,7 +140,7 @@ class Agent:
             f"Stopped; the ranks had not saved within {self._spec.run.launch.stop_grace_seconds:g} s "
             "(launch.stop_grace_seconds), so the newest committed checkpoint is what there is."
         )
-        return _Verdict(AttemptOutcome(kind="stopped", message=message))
+        return AttemptOutcome(kind="stopped", message=message)
 
     def _record_processes(self) -> None:
         """Leave a list for the case that this process is killed and something escapes the parent-death signals."""

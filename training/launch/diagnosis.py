@@ -7,7 +7,7 @@ when there is nothing else.
 
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 from headrace import errors
 from headrace.config import Part
 from headrace.errors import AttemptFailed, HeadraceError, Terminal
+from training.launch.hang import Beat
 from training.run_spec import AttemptSpec, RankResult
 
 _LAST_LINES_BYTES = 64 << 10
@@ -80,6 +81,7 @@ def diagnose(
     *,
     exits: Sequence[RankExit],
     results: Sequence[RankResult],
+    beats: Mapping[int, Beat],
     torchrun_exit: int | None,
     stop_requested: bool,
     logs: Path,
@@ -100,20 +102,19 @@ def diagnose(
         return AttemptOutcome(kind="stopped", message="Stopped before the state could be saved again.")
     if killed:
         first = min(killed, key=lambda e: (e.exit_code > 0, e.time))
-        return _killed(first, logs)
+        return _killed(first, beats.get(first.rank), logs)
     failed = [result for result in results if result.outcome == "failed"]
     if failed:
         return _failed(min(failed, key=lambda result: (result.secondary, result.time)), logs)
     return AttemptOutcome(kind="failed", message=_torchrun_ended(torchrun_exit, logs), error_kind="TorchrunEnded")
 
 
-def _killed(end: RankExit, logs: Path) -> AttemptOutcome:
+def _killed(end: RankExit, beat: Beat | None, logs: Path) -> AttemptOutcome:
     log = rank_log(logs, end.rank)
-    line = _last_line(log)
-    said = f" Its last line: {line}" if line else ""
+    where = f" after step {beat.step}, in phase {beat.phase!r}" if beat else " before its first sign"
     if end.exit_code < 0:
         name = signal.Signals(-end.exit_code).name
-        message = f"Rank {end.rank} was killed by {name}."
+        message = f"Rank {end.rank} was killed by {name}{where}."
         if end.exit_code == -signal.SIGKILL:
             message += (
                 " If nobody did that, it was most likely the kernel, for lack of memory: lower "
@@ -121,10 +122,17 @@ def _killed(end: RankExit, logs: Path) -> AttemptOutcome:
             )
         kind = name
     else:
-        message = f"Rank {end.rank} ended with exit code {end.exit_code} without saying why.{said}"
+        line = _last_line(log)
+        said = f" Its last line: {line}" if line else ""
+        message = f"Rank {end.rank} ended with exit code {end.exit_code}{where}, without saying why.{said}"
         kind = "UnexplainedExit"
     return AttemptOutcome(
-        kind="failed", message=f"{message}{_see(log)}", rank=end.rank, error_kind=kind, log=str(log) if log else None
+        kind="failed",
+        message=f"{message}{_see(log)}",
+        step=beat.step if beat else None,
+        rank=end.rank,
+        error_kind=kind,
+        log=str(log) if log else None,
     )
 
 
