@@ -82,9 +82,9 @@ def train(t: Training) -> Outcome:
             memory_bytes=peak_memory_bytes(engine.world.device),
         )
         t.checkpoints.poll()
-        if _due(state.step, run.evaluation.every, run.training.steps):
+        if state.step % run.evaluation.every == 0 or state.step == run.training.steps:
             _evaluate(t)
-        if _due(state.step, run.checkpoint.save_every, run.training.steps):
+        if state.step % run.checkpoint.save_every == 0 and state.step < run.training.steps:
             sink.phase("save", step=state.step)
             t.checkpoints.save_async(state)
     finished = state.step >= run.training.steps
@@ -99,10 +99,6 @@ def _agree(engine: Engine, num_valid: int, stop: bool) -> tuple[int, bool]:
     both = torch.tensor([num_valid, int(stop)], dtype=torch.int64, device=engine.world.device)
     total, stopping = engine.world.sum(both).tolist()
     return int(total), bool(stopping)
-
-
-def _due(step: int, every: int, last: int) -> bool:
-    return step % every == 0 or step == last
 
 
 def _require_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
