@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.errors import DamagedData
+from headrace.local_store import explain_os_error
 from headrace.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -37,10 +38,14 @@ class EventWriter:
         self._pending = _take_up(path)
         self._seq = _last_seq(self._pending)
         self._segment: int | None = None
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
 
     def append(self, kind: str, /, **fields: Any) -> dict[str, Any]:
-        """Append one event and hand it to the operating system; return it. Raises ValueError for a reserved field."""
+        """Append one event and hand it to the operating system; return it.
+
+        Raises ValueError for a reserved field, TypeError for a value that JSON does not have, and StorageFull when the
+        disk is full; the file then is as before.
+        """
         for name in _RESERVED:
             if name in fields:
                 raise ValueError(f"an event's fields may not be named {', '.join(_RESERVED)}, but one is {name!r}")
@@ -48,8 +53,7 @@ class EventWriter:
             event = {"seq": self._seq + 1, "time": time.time(), "attempt": self.attempt, "kind": kind, **fields}
             event = {name: _encodable(value) for name, value in event.items()}
             line = json.dumps(event, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
-            self._file.write(line)
-            self._file.flush()
+            self._write(line)
             self._seq += 1
             self._pending.append((self._seq, line))
         return event
@@ -83,6 +87,17 @@ class EventWriter:
     def __exit__(self, *_: object) -> None:
         """Close the file; what is not published stays there."""
         self.close()
+
+    def _write(self, line: bytes) -> None:
+        """Write the whole line or nothing; unbuffered, so that nothing of a refused line comes out later."""
+        end = os.fstat(self._file.fileno()).st_size
+        written = 0
+        try:
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), end)
+            raise explain_os_error(error, "append to", self._path, len(line)) from error
 
     def _find_published(self, storage: Storage, run_prefix: str) -> None:
         names = _segments(storage, run_prefix, self.attempt)
@@ -180,4 +195,6 @@ def _encodable(value: Any) -> Any:
         return [_encodable(item) for item in value]
     if isinstance(value, dict):
         return {name: _encodable(item) for name, item in value.items()}
+    if not isinstance(value, str | int | float) and hasattr(value, "item"):
+        return _encodable(value.item())  # a number of numpy or torch
     return value

@@ -1,6 +1,7 @@
 """What a failed S3 request means, in one sentence. Knows the codes of servers, not the client library."""
 
 import os
+import re
 
 from headrace.errors import ConfigError, HeadraceError, NotFound, StorageFull, StorageUnavailable
 
@@ -47,11 +48,26 @@ def custom_endpoint() -> str | None:
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
 
+def check_endpoint() -> None:
+    """Raise ConfigError when the endpoint in the environment is no URL: the client's own message names no variable."""
+    endpoint = custom_endpoint()
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"The S3 endpoint {server_name()!r} (AWS_ENDPOINT_URL) must begin with http:// or https://. Correct it, or "
+            "unset it to use AWS."
+        )
+
+
+def server_name() -> str:
+    """Return the server as messages name it: without the credentials that an endpoint may carry."""
+    return re.sub(r"(?<=://)[^/@]*@", "", custom_endpoint() or "the S3 service")
+
+
 def explain(error: Exception, doing: str, url: str, size: int = 0) -> HeadraceError:
     """Return the error to raise for a failed request on `url`; `doing` completes "Cannot ...", `size` is in bytes."""
     reason = code(error) or type(error).__name__
     what = f"Cannot {doing} {url}"
-    server = custom_endpoint() or "the S3 service"
+    server = server_name()
     if reason in _EXISTS or isinstance(error, FileExistsError):
         return ObjectExists(f"{what}: it exists.")
     if reason in _CONFLICT:

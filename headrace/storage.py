@@ -473,6 +473,7 @@ class _S3Store:
 
 
 def _client_options() -> dict[str, Any]:
+    s3_errors.check_endpoint()
     options: dict[str, Any] = {
         "connect_timeout": CONNECT_SECONDS,
         "read_timeout": READ_SECONDS,

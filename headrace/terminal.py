@@ -8,6 +8,7 @@ Credentials are masked in everything that is written here.
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ from rich.text import Text
 from headrace.errors import Cancelled, Preempted
 
 LINE_INTERVAL_SECONDS = 5.0
+_BAR_INTERVAL_SECONDS = 0.1
 
 _ABBREVIATIONS = {
     "bytes_per_second": "B/s",
@@ -59,6 +61,7 @@ class StageProgress:
         self._started = terminal._clock()
         self._rate_from: tuple[float, int] | None = None
         self._last_line = self._started
+        self._last_bar = -math.inf
         self._task: TaskID | None = None
 
     def update(self, done: int | None = None, *, total: int | None = None, **fields: Any) -> None:
@@ -211,12 +214,15 @@ class Terminal:
             stage._task = self._progress.add_task(stage.name, total=stage._total, state="")
 
     def _show(self, stage: StageProgress) -> None:
+        now = self._clock()
         if self._progress is not None and stage._task is not None:
-            self._progress.update(
-                stage._task, total=stage._total, completed=stage._done or 0, state=redact(stage.describe_with_eta())
-            )
-        elif self.plain and self._clock() - stage._last_line >= LINE_INTERVAL_SECONDS:
-            stage._last_line = self._clock()
+            if now - stage._last_bar < _BAR_INTERVAL_SECONDS:
+                return  # a stage may count thousands of documents a second
+            stage._last_bar = now
+            state = redact(stage.describe_with_eta())
+            self._progress.update(stage._task, total=stage._total, completed=stage._done or 0, state=state)
+        elif self.plain and now - stage._last_line >= LINE_INTERVAL_SECONDS:
+            stage._last_line = now
             self._write(f"{stage.name}: {stage.describe_with_eta()}")
 
     def _close(self, stage: StageProgress, how: str) -> None:

@@ -1,17 +1,20 @@
 """Events survive crashes of the writer and of the publication: none is lost, none counts twice."""
 
 import json
+import resource
 import secrets
+import signal
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import DamagedData, StorageUnavailable
+from headrace.errors import DamagedData, StorageFull, StorageUnavailable
 from headrace.events import EventTail, EventWriter, read_events
 from headrace.storage import Storage
 
@@ -63,6 +66,31 @@ def test_numbers_that_json_does_not_have(path: Path):
     assert event["loss"] == "nan"
     assert event["more"] == ["inf", {"x": "-inf"}]
     assert float(event["more"][1]["x"]) == -float("inf")
+
+
+def test_numbers_of_arrays(path: Path):
+    with EventWriter(path, 1) as writer:
+        writer.append("step", loss=np.float32(0.5), step=np.int64(3), norm=np.float64("nan"), flag=np.bool_(True))
+    (event,) = EventTail(path).new()
+    assert (event["loss"], event["step"], event["norm"], event["flag"]) == (0.5, 3, "nan", True)
+
+
+def test_a_full_disk_leaves_whole_lines(memory: Storage, path: Path, monkeypatch: pytest.MonkeyPatch):
+    with EventWriter(path, 1) as writer:
+        writer.append("step", step=1)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+        try:
+            with pytest.raises(StorageFull, match=f"Cannot append to {path} .*free some space"):
+                writer.append("step", step=2)  # twenty bytes of it fit
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert steps(EventTail(path).new()) == [1]
+        assert writer.append("step", step=3)["seq"] == 2
+        writer.publish(memory, RUN)
+    assert steps(EventTail(path).new()) == steps(read_events(memory, RUN, 1)) == [1, 3]
 
 
 def test_tail(path: Path):

@@ -130,6 +130,16 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
         Storage.open(f"s3://{BUCKET}").read_bytes("a")
 
 
+def test_an_endpoint_that_is_no_url(monkeypatch: pytest.MonkeyPatch):
+    use_endpoint(monkeypatch, "localhost:9000")
+    with pytest.raises(ConfigError, match=r"'localhost:9000' \(AWS_ENDPOINT_URL\) must begin with http"):
+        Storage.open(f"s3://{BUCKET}").read_bytes("a")
+    use_endpoint(monkeypatch, f"http://user:hunter22@127.0.0.1:{free_port()}")
+    with pytest.raises(StorageUnavailable, match=r"http://127\.0\.0\.1:\d+ did not answer") as caught:
+        Storage.open(f"s3://{BUCKET}").read_bytes("a")
+    assert "hunter22" not in str(caught.value)
+
+
 def test_a_server_that_never_answers(proxy: Proxy, proxied: Storage, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace.storage.TOTAL_ATTEMPTS", 1)
     monkeypatch.setattr("headrace.storage.READ_SECONDS", 1)
