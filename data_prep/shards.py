@@ -53,13 +53,20 @@ class ShardWriter:
         self._split = split
         self._shard_bytes = shard_bytes
         self._block = np.zeros(block_tokens, dtype=dtype)
+        self._largest = int(np.iinfo(dtype).max)
         self._used = 0
         self._ends: list[int] = []
         self._tar: _Tar | None = None
 
     def add_document(self, ids: npt.ArrayLike) -> None:
-        """Append the ids of one whole document, its end token included."""
-        array = np.asarray(ids, dtype=self._block.dtype)
+        """Append the ids of one whole document, its end token included. Raises OverflowError for one that is too large.
+
+        Numpy would cut such an id down to a wrong one without a word.
+        """
+        given = np.asarray(ids)
+        if given.size and int(given.max()) > self._largest:
+            raise OverflowError(f"token id {given.max()} does not fit the type {self._block.dtype} of the dataset")
+        array = given.astype(self._block.dtype)
         while array.size:
             taken = min(array.size, self._block.size - self._used)
             self._block[self._used : self._used + taken] = array[:taken]

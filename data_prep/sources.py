@@ -4,6 +4,7 @@ A file is known by its *relative name*: its path below the folder (or below the 
 names. Absolute paths never reach a digest, so a corpus that is copied to another machine keeps its identity.
 """
 
+import errno
 import fnmatch
 import os
 import re
@@ -110,9 +111,10 @@ def _walk(root: Path, include: tuple[str, ...], excluded: frozenset[str]) -> Ite
             name = prefix + _text_name(entry.name)
             if entry.name.startswith(".") or entry.name in excluded:
                 continue
-            if entry.is_dir():
+            mode = _mode(entry)
+            if stat.S_ISDIR(mode):
                 below.append((Path(entry.path), name + "/"))
-            elif entry.is_file() and _included(name, include):
+            elif stat.S_ISREG(mode) and _included(name, include):
                 yield name, Path(entry.path)
         pending.extend(reversed(below))
 
@@ -123,6 +125,16 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
             return sorted(entries, key=lambda entry: os.fsencode(entry.name))
     except OSError as error:
         raise InputError(f"The folder {folder} cannot be listed: {error.strerror}. Make it readable.") from error
+
+
+def _mode(entry: os.DirEntry[str]) -> int:
+    """The mode of what the entry leads to; 0 for a link that leads nowhere."""
+    try:
+        return entry.stat().st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return 0
+        raise InputError(f"{entry.path} cannot be read: {error.strerror}. Make its folder readable.") from error
 
 
 def _find_glob(pattern: Path) -> Iterator[tuple[str, Path]]:

@@ -2,59 +2,77 @@
 
 import json
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import tokenizers
-from tokenizers import pre_tokenizers
 
 from headrace.errors import InputError
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE_MARK = "▁"
+_NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 
 
-def token_bytes(tokenizer_json: bytes) -> npt.NDArray[np.int32]:
-    """Return int32[vocab_size]: UTF-8 bytes of text that each id stands for, 0 for special tokens and unused ids.
+def _byte_characters() -> dict[int, str]:
+    """Byte-level tokenizers spell a byte as one character: itself if it is printable, else the next from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + n) for n, byte in enumerate(others)}
 
-    Over the ids of one document these add up to the bytes of its text (for tokenizers that put a blank before the
-    text, to one more). Raises InputError for a tokenizer whose tokens do not stand for bytes.
+
+_CHARACTERS = _byte_characters()
+_ALPHABET = frozenset(_CHARACTERS.values())
+
+
+def vocabulary(document: dict[str, Any]) -> dict[str, int]:
+    """Return every token of a parsed tokenizer.json with its id, added tokens included."""
+    return dict(document["model"]["vocab"]) | {token["content"]: token["id"] for token in document["added_tokens"]}
+
+
+def token_bytes(tokenizer_json: bytes, control_ids: Iterable[int]) -> npt.NDArray[np.int32]:
+    """Return int32[vocab_size]: UTF-8 bytes of text that each id stands for.
+
+    Special tokens, `control_ids` and unused ids stand for 0. Over the ids of one document the numbers add up to the
+    bytes of its text (for tokenizers that put a blank before the text, to one more). Raises InputError for a tokenizer
+    that cannot spell every text.
     """
     document = json.loads(tokenizer_json)
-    tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    table = np.zeros(max(vocabulary.values()) + 1, dtype=np.int32)
-    added = tokenizer.get_added_tokens_decoder()
     length = _length_rule(document)
-    for token, index in vocabulary.items():
-        if index in added:
-            table[index] = 0 if added[index].special else len(added[index].content.encode("utf-8"))
-        else:
-            table[index] = length(token)
+    tokens = vocabulary(document)
+    table = np.zeros(max(tokens.values()) + 1, dtype=np.int32)
+    for token, index in document["model"]["vocab"].items():
+        table[index] = length(token)
+    for added in document["added_tokens"]:
+        table[added["id"]] = 0 if added["special"] else len(added["content"].encode("utf-8"))
+    table[list(control_ids)] = 0
     return table
 
 
-def _length_rule(document: dict[str, Any]) -> Any:
-    types = set(_types(document.get("pre_tokenizer"))) | set(_types(document.get("decoder")))
-    if "ByteLevel" in types:
-        return _byte_level_length
-    if "ByteFallback" in types and document["model"].get("byte_fallback"):
-        return _byte_fallback_length
+def _length_rule(document: dict[str, Any]) -> Callable[[str], int]:
+    model = document["model"]
+    if model["type"] == "BPE":
+        steps = _step_types(document.get("pre_tokenizer"))
+        if "ByteLevel" in steps and _spells_all(model["vocab"], _CHARACTERS.__getitem__):
+            return _byte_level_length
+        if model.get("byte_fallback") and _spells_all(model["vocab"], "<0x{:02X}>".format):
+            return _byte_fallback_length
     raise InputError(
-        "The tokenizer is neither byte-level nor has a byte fallback, so it cannot spell every text. "
-        "Give a byte-level BPE, or leave tokenizer.path out to train one."
+        f"The tokenizer (model {model['type']}) cannot spell every text: it is neither a byte-level BPE with all bytes "
+        "nor a BPE with a byte fallback. Give another one, or leave tokenizer.path out to train one."
     )
 
 
-def _types(part: dict[str, Any] | None) -> list[str]:
+def _step_types(part: dict[str, Any] | None) -> list[str]:
     if part is None:
         return []
-    inner = part.get("pretokenizers", []) + part.get("decoders", [])
-    return [part["type"], *(name for step in inner for name in _types(step))]
+    return [part["type"], *(name for step in part.get("pretokenizers", []) for name in _step_types(step))]
 
 
-_ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
+def _spells_all(vocab: dict[str, int], spell: Callable[[int], str]) -> bool:
+    """Whether there is a token for every byte that occurs in UTF-8."""
+    return all(spell(byte) in vocab for byte in range(0x100) if byte not in _NEVER_IN_UTF8)
 
 
 def _byte_level_length(token: str) -> int:

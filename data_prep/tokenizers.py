@@ -23,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from data_prep.config import TokenizerConfig
 from data_prep.pre_tokenizers import cuts_are_safe
 from data_prep.text import PIECE_BYTES, cut
-from data_prep.token_bytes import token_bytes
+from data_prep.token_bytes import token_bytes, vocabulary
 from headrace.commit import FileEntry, read_commit, write_commit
 from headrace.digest import digest_json, sha256_bytes
 from headrace.errors import ConfigError, DamagedData, InputError
@@ -56,6 +56,11 @@ class PinnedTokenizer:
     """None unless documents begin with it."""
 
     @property
+    def control_ids(self) -> list[int]:
+        """The ids that no text turns into: end, and begin where it is used."""
+        return [self.eos_id] if self.bos_id is None else [self.eos_id, self.bos_id]
+
+    @property
     def dtype(self) -> str:
         """Little-endian type of stored ids: the smallest that holds every id."""
         return token_dtype(self.vocab_size)
@@ -70,27 +75,43 @@ class Encoder:
     """Documents to ids: begin token if there is one, the text, end token. Nothing is cut off or padded."""
 
     def __init__(self, tokenizer_json: bytes, eos_id: int, bos_id: int | None) -> None:
-        self._tokenizer = parse_tokenizer(tokenizer_json, FILE_NAME)
+        document = _with_special(json.loads(tokenizer_json), {eos_id, bos_id})
+        self._tokenizer = parse_tokenizer(json.dumps(document).encode("utf-8"), FILE_NAME)
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._cuts = cuts_are_safe(json.loads(tokenizer_json))
+        self._cuts = cuts_are_safe(document)
         self._begin = [] if bos_id is None else [np.array([bos_id], dtype=np.uint32)]
         self._end = np.array([eos_id], dtype=np.uint32)
 
     def encode(self, texts: Sequence[bytes]) -> list[Ids]:
-        """Return the ids of each document. Long texts are cut first where that changes nothing: see `text.cut`."""
+        """Return the ids of each document. Long texts are cut first where that changes nothing: see `text.cut`.
+
+        Raises InputError when the tokenizer makes the end token out of plain text.
+        """
         parts: list[list[Ids]] = [list(self._begin) for _ in texts]
         for batch in _batches(self._pieces(texts)):
             encoded = self._tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
             for (number, _), encoding in zip(batch, encoded, strict=True):
-                parts[number].append(np.array(encoding.ids, dtype=np.uint32))
+                ids = np.array(encoding.ids, dtype=np.uint32)
+                if np.any(ids == self._end[0]):
+                    raise InputError(
+                        f"The tokenizer turns plain text into its end token (id {self._end[0]}), so documents could "
+                        "not be told apart. Set tokenizer.eos_token to a token that no text spells."
+                    )
+                parts[number].append(ids)
         return [np.concatenate([*part, self._end]) for part in parts]
 
     def _pieces(self, texts: Sequence[bytes]) -> Iterator[tuple[int, str]]:
         for number, text in enumerate(texts):
             for piece in cut(text) if self._cuts else (text,):
                 yield number, piece.decode("utf-8")
+
+
+def _with_special(document: dict[str, Any], control_ids: set[int | None]) -> dict[str, Any]:
+    """Some files add their end token without calling it special; spelled in a text, it would then become one."""
+    added = [token | {"special": token["special"] or token["id"] in control_ids} for token in document["added_tokens"]]
+    return document | {"added_tokens": added}
 
 
 def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
@@ -154,16 +175,25 @@ def find_trained(storage: Storage, dataset_name: str, config: TokenizerConfig) -
 
 
 def train(storage: Storage, dataset_name: str, config: TokenizerConfig, sample: Iterable[str]) -> PinnedTokenizer:
-    """Train a byte-level BPE on `sample` and pin it. When another process pinned one meanwhile, that one is taken."""
+    """Train a byte-level BPE on `sample` and pin it. When another process pinned one meanwhile, that one is taken.
+
+    Raises ConfigError when the vocabulary has no room for all bytes.
+    """
     key = trained_key(dataset_name, config)
+    specials = [config.eos_token, TRAINED_BOS_TOKEN] if config.add_bos else [config.eos_token]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if config.vocab_size < len(alphabet) + len(specials):
+        raise ConfigError(
+            f"tokenizer.vocab_size must be at least {len(alphabet) + len(specials)} ({len(alphabet)} bytes and "
+            f"{len(specials)} control tokens), but is {config.vocab_size}."
+        )
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    specials = [config.eos_token, TRAINED_BOS_TOKEN] if config.add_bos else [config.eos_token]
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
         special_tokens=specials,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=alphabet,
         show_progress=False,
     )
     tokenizer.train_from_iterator(sample, trainer)
@@ -205,39 +235,36 @@ def _publish(storage: Storage, pinned: PinnedTokenizer, data: bytes, body: dict[
 
 
 def _describe(key: str, data: bytes, config: TokenizerConfig, where: str) -> PinnedTokenizer:
-    tokenizer = parse_tokenizer(data, where)
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    token_bytes(data)  # refuses a tokenizer whose tokens do not stand for bytes of text
-    return PinnedTokenizer(
-        key=key,
-        digest=sha256_bytes(data),
-        vocab_size=max(vocabulary.values()) + 1,
-        eos_id=_eos_id(vocabulary, tokenizer, config, where),
-        bos_id=_bos_id(vocabulary, json.loads(data), where) if config.add_bos else None,
-    )
+    parse_tokenizer(data, where)
+    document = json.loads(data)
+    tokens = vocabulary(document)
+    eos_id = _eos_id(tokens, document, config, where)
+    bos_id = _bos_id(tokens, document, where) if config.add_bos else None
+    table = token_bytes(data, [])  # refuses a tokenizer that cannot spell every text
+    return PinnedTokenizer(key=key, digest=sha256_bytes(data), vocab_size=len(table), eos_id=eos_id, bos_id=bos_id)
 
 
-def _eos_id(vocabulary: dict[str, int], tokenizer: tokenizers.Tokenizer, config: TokenizerConfig, where: str) -> int:
-    if config.eos_token in vocabulary:
-        return vocabulary[config.eos_token]
-    special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+def _eos_id(tokens: dict[str, int], document: dict[str, Any], config: TokenizerConfig, where: str) -> int:
+    if config.eos_token in tokens:
+        return tokens[config.eos_token]
+    special = [token["content"] for token in document["added_tokens"] if token["special"]]
     raise ConfigError(
         f"tokenizer.eos_token is {config.eos_token!r}, but {where} has no such token. "
         f"Its special tokens are: {', '.join(special[:12]) or 'none'}."
     )
 
 
-def _bos_id(vocabulary: dict[str, int], document: dict[str, Any], where: str) -> int:
+def _bos_id(tokens: dict[str, int], document: dict[str, Any], where: str) -> int:
     """The begin token: what the file's own template puts first, else the one known name in the vocabulary."""
     template = _template_begin(document.get("post_processor"))
-    names = [template] if template else [name for name in BEGIN_TOKENS if name in vocabulary]
-    if len(names) != 1 or names[0] not in vocabulary:
+    names = [template] if template else [name for name in BEGIN_TOKENS if name in tokens]
+    if len(names) != 1 or names[0] not in tokens:
         found = ", ".join(names) or "none"
         raise ConfigError(
             f"tokenizer.add_bos is set, but the begin token of {where} is not clear (candidates: {found}). "
             "Leave add_bos off, or give a tokenizer.json whose template adds it."
         )
-    return vocabulary[names[0]]
+    return tokens[names[0]]
 
 
 def _template_begin(processor: dict[str, Any] | None) -> str | None:
@@ -250,8 +277,3 @@ def _template_begin(processor: dict[str, Any] | None) -> str | None:
         return None
     first = processor["single"][0].get("SpecialToken")
     return str(first["id"]) if first else None
-
-
-def token_bytes_digest(table: npt.NDArray[np.int32]) -> str:
-    """Return the digest of a table of bytes per token, as little-endian int32."""
-    return sha256_bytes(table.astype("<i4").tobytes())

@@ -54,6 +54,26 @@ class Counts:
         self.text_bytes += other.text_bytes
 
 
+@dataclass(frozen=True)
+class DatasetCounts:
+    """What a dataset holds, and what was left out on the way."""
+
+    splits: dict[str, Counts]
+    """Of `train` and `validation`."""
+    skipped: dict[str, int]
+    """Documents left out, by reason."""
+
+    @property
+    def documents(self) -> int:
+        """Documents in both splits."""
+        return sum(counts.documents for counts in self.splits.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in both splits, begin and end tokens included."""
+        return sum(counts.tokens for counts in self.splits.values())
+
+
 @dataclass
 class UnitProgress:
     """What a unit has done so far, reported while it is built."""
