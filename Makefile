@@ -19,7 +19,8 @@ ARGS ?=
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 # -qq: a name the index does not have at one of its places is no news; errors are still shown.
-INSTALL := $(VENV)/bin/pip install -qq --disable-pip-version-check -c constraints.txt
+# --no-compile: modules are compiled when they are first imported; compiling all of them doubles the time.
+INSTALL := $(VENV)/bin/pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 # In CI a skipped test is a failure: nothing may be left out silently.
 PYTEST := $(VENV)/bin/python -m pytest $(if $(CI),-p tests.ci_plugin)
 

@@ -80,7 +80,7 @@ def events_in_code() -> dict[str, set[str]]:
 
 def test_every_environment_variable_that_we_read_is_documented():
     pattern = re.compile(r"os\.environ(?:\.get\(|\[)\s*\"([A-Z_0-9]+)\"")
-    own = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}  # set by torchrun for its ranks
+    own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTHONPATH"}  # set for ranks by torchrun, or handed on to children
     tuning = {"AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"}  # of the S3 client, not ours
     names = {n for package in PACKAGES for f in (ROOT / package).rglob("*.py") for n in pattern.findall(f.read_text())}
 
