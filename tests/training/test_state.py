@@ -81,7 +81,7 @@ def test_another_schedule_is_refused():
     saved = state.state_dict()
     state.schedule = Schedule(peak=0.01, steps=6, warmup_steps=2, final_fraction=0.1)
     with pytest.raises(
-        DamagedData, match=r"step 0 follows the learning-rate schedule .*'steps': 3.*follows .*'steps': 6"
+        DamagedData, match=r"step 0 follows the learning-rate schedule .*: 3.*but this run follows .*: 6"
     ):
         state.load_state_dict(saved)
 

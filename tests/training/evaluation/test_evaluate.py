@@ -36,7 +36,7 @@ def spec(**changes: Any) -> EvalSpec:
 
 def with_ends(length: int) -> ArrayTokens:
     """Documents of 50 tokens, each ended by token 0; the last one is cut off."""
-    tokens = corpus(length, VOCAB).read_many(np.array([0]), length)[0].copy()
+    tokens = corpus(600, VOCAB).read_many(np.array([0]), length)[0].copy()
     ends = np.arange(50, length + 1, 50)
     tokens[ends - 1] = 0
     return ArrayTokens(tokens, ends)
@@ -159,14 +159,7 @@ def test_special_tokens_count_for_the_loss_but_not_for_bits_per_byte():
 @pytest.mark.parametrize("length", [0, 1])
 def test_a_split_without_a_target_is_refused_by_name(length):
     with pytest.raises(InputError, match=f"The validation split holds {length} tokens; at least 2 are needed"):
-        evaluate(
-            lambda ids: ids,
-            ArrayTokens(np.zeros(length, dtype=np.int64)),
-            spec(),
-            TOKEN_BYTES,
-            world=alone(),
-            batch_size=1,
-        )
+        evaluate(lambda ids: ids, with_ends(length), spec(), TOKEN_BYTES, world=alone(), batch_size=1)
 
 
 def test_text_without_bytes_has_no_bits_per_byte():
@@ -194,11 +187,5 @@ def test_progress_counts_windows():
 
 def test_spec_digest_changes_with_what_is_measured():
     assert spec().digest == spec().digest
-    others = [
-        spec(window=8),
-        spec(max_tokens=100),
-        spec(precision="float32"),
-        spec(prompts=("a",)),
-        spec(split="train"),
-    ]
-    assert len({spec().digest, *(other.digest for other in others)}) == 6
+    changes = [{"window": 8}, {"max_tokens": 100}, {"precision": "float32"}, {"prompts": ("a",)}, {"split": "train"}]
+    assert len({spec().digest, *(spec(**change).digest for change in changes)}) == 6
