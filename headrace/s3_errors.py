@@ -6,6 +6,7 @@ import re
 from headrace.errors import ConfigError, HeadraceError, NotFound, StorageFull, StorageUnavailable
 
 _EXISTS = {"PreconditionFailed", "412"}
+_BEYOND_END = {"InvalidRange", "416"}
 _CONFLICT = {"ConditionalRequestConflict", "OperationAborted", "409"}
 _EXPIRED = {"ExpiredToken", "TokenRefreshRequired", "RequestTimeTooSkewed"}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
@@ -22,6 +23,18 @@ _WRONG_SETTINGS = {
     "301",
     "501",
 }
+
+
+class RequestFailed(Exception):
+    """Carries the error of the client library to where the request is known."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class RangeBeyondEnd(HeadraceError):
+    """The object ends before the first byte that was asked for; handled where it is raised."""
 
 
 class ObjectExists(HeadraceError):
@@ -70,6 +83,8 @@ def explain(error: Exception, doing: str, url: str, size: int = 0) -> HeadraceEr
     server = server_name()
     if reason in _EXISTS or isinstance(error, FileExistsError):
         return ObjectExists(f"{what}: it exists.")
+    if reason in _BEYOND_END:
+        return RangeBeyondEnd(f"{what}: it is shorter.")
     if reason in _CONFLICT:
         return WriteConflict(f"{what}: another writer is busy with the same key. Try again.")
     if reason == "NoSuchBucket":

@@ -13,11 +13,9 @@ import hashlib
 import json
 import logging
 import os
-import random
 import re
 import secrets
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
@@ -29,10 +27,10 @@ from headrace.errors import (
     DamagedData,
     HeadraceError,
     NotFound,
-    StorageUnavailable,
 )
 from headrace.faults import fault_point
-from headrace.local_store import TEMPORARY_PREFIX, FileStore, MemoryStore, complete_file
+from headrace.local_store import TEMPORARY_PREFIX, FileStore, MemoryStore
+from headrace.s3_store import S3Store
 
 logger = logging.getLogger(__name__)
 
@@ -48,22 +46,13 @@ DEADLINE_SECONDS = 120.0
 SLOWEST_BYTES_PER_SECOND = 1 << 20
 """One operation ends after DEADLINE_SECONDS plus its size at this speed: a server that trickles must not hold us."""
 
-PAGE_KEYS = 1000
-"""Keys in one answer to a listing and in one request to delete: what S3 allows."""
-
-PART_BYTES = 32 << 20
-PART_CONCURRENCY = 4
 MAX_CREATE_BYTES = 64 << 20
 """A created object goes in one request: some servers ignore the condition when parts are put together."""
 
 _HASH_BYTES = 16 << 20
-_ASSUMED_BYTES = 512 << 20
-"""For the deadline of reading a whole object, whose size is not known before."""
-
 _MAX_KEY_BYTES = 900
 _KEY_PART = re.compile(r"[A-Za-z0-9._=+@,~-]{1,255}")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
-_WRITER = "headrace-writer"
 
 
 class _Store(Protocol):
@@ -137,7 +126,7 @@ class Storage:
             root = f"{bucket}/{check_key(prefix)}" if prefix else bucket
         except ValueError as error:
             raise ConfigError(f"The prefix of s3://{bucket}/... cannot be used: {error}.") from error
-        return cls(f"s3://{root}", _S3Store(root))
+        return cls(f"s3://{root}", S3Store(root, _S3Client()))
 
     def __repr__(self) -> str:
         """Name the root; it holds no secrets."""
@@ -306,147 +295,27 @@ def _check_prefix(prefix: str) -> str:
     return check_key(prefix) if prefix else prefix
 
 
-class _S3Store:
-    """Objects below `root` ("bucket" or "bucket/prefix") through s3fs. Keys are given checked."""
+class _S3Client:
+    """The S3 client library: one filesystem per process, every call within a deadline, every failure explained."""
 
-    def __init__(self, root: str) -> None:
-        self._root = root
-        self._bucket, _, prefix = root.partition("/")
-        self._prefix = f"{prefix}/" if prefix else ""
+    def __init__(self) -> None:
         self._filesystems: dict[int, Any] = {}
 
-    def size(self, key: str) -> int:
-        return int(self._call("read", key, "head_object", Key=self._prefix + key)["ContentLength"])
+    def run(self, method: str, *arguments: Any, size: int, **options: Any) -> Any:
+        """Run a coroutine of the filesystem on its own thread; `size` in bytes extends the deadline.
 
-    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        end = None if length is None else start + length
-        part = {} if length is None and not start else {"start": start, "end": end}
-        with self._translated("read", key):
-            try:
-                data: bytes = self._sync(
-                    "_cat_file", f"{self._root}/{key}", size=_ASSUMED_BYTES if length is None else length, **part
-                )
-            except OSError as error:
-                if s3_errors.code(error) in ("InvalidRange", "416"):
-                    return b""
-                raise
-        return data
-
-    def sizes(self, prefix: str) -> dict[str, int]:
-        return {
-            entry["Key"].removeprefix(self._prefix): int(entry["Size"])
-            for page in self._pages(prefix)
-            for entry in page.get("Contents", [])
-            if not entry["Key"].endswith("/")  # "folders" made by consoles
-        }
-
-    def children(self, prefix: str) -> list[str]:
-        found: set[str] = set()
-        for page in self._pages(prefix, Delimiter="/"):
-            found.update(entry["Key"] for entry in page.get("Contents", []))
-            found.update(entry["Prefix"].removesuffix("/") for entry in page.get("CommonPrefixes", []))
-        names = {key.rsplit("/", 1)[-1] for key in found}
-        return sorted(names - {""})  # "folders" made by consoles end in a slash
-
-    def write(self, key: str, data: bytes) -> None:
-        with self._translated("write", key, len(data)):
-            self._sync(
-                "_pipe_file",
-                f"{self._root}/{key}",
-                data,
-                size=len(data),
-                chunksize=PART_BYTES,
-                max_concurrency=PART_CONCURRENCY,
-            )
-
-    def create(self, key: str, data: bytes) -> bool:
-        # The client repeats a request whose answer was lost, and then meets its own object. The nonce in the
-        # object's metadata tells whose it is, whatever the bytes are.
-        nonce = secrets.token_hex(16)
-        for attempt in range(TOTAL_ATTEMPTS):
-            try:
-                self._call(
-                    "create",
-                    key,
-                    "put_object",
-                    size=len(data),
-                    Key=self._prefix + key,
-                    Body=data,
-                    IfNoneMatch="*",
-                    Metadata={_WRITER: nonce},
-                )
-                return True
-            except s3_errors.ObjectExists:
-                with contextlib.suppress(NotFound):  # removed meanwhile: try again
-                    return self._writer(key) == nonce
-            except s3_errors.WriteConflict:
-                time.sleep(random.uniform(0.1, 0.5) * (attempt + 1))
-        raise StorageUnavailable(f"Cannot create {self._url(key)}: other writers of the same key are in the way.")
-
-    def put_file(self, local: Path, key: str) -> None:
-        size = local.stat().st_size
-        with self._translated("write", key, size):
-            self._sync(
-                "_put_file",
-                str(local),
-                f"{self._root}/{key}",
-                size=size,
-                chunksize=PART_BYTES,
-                max_concurrency=PART_CONCURRENCY,
-            )
-
-    def get_file(self, key: str, local: Path) -> None:
-        size = self.size(key)
-        with complete_file(local, "write", size) as file:
-            for start in range(0, size, PART_BYTES):
-                file.write(self.read(key, start, min(PART_BYTES, size - start)))
-            if file.tell() != size:
-                raise StorageUnavailable(f"{self._url(key)} changed while it was read.")
-
-    def delete(self, key: str) -> None:
-        with contextlib.suppress(NotFound):
-            self._call("delete", key, "delete_object", Key=self._prefix + key)
-
-    def delete_prefix(self, prefix: str) -> None:
-        keys = [self._prefix + key for key in self.sizes(prefix)]
-        for first in range(0, len(keys), PAGE_KEYS):
-            batch = {"Objects": [{"Key": key} for key in keys[first : first + PAGE_KEYS]], "Quiet": True}
-            answer = self._call("delete", prefix, "delete_objects", Delete=batch)
-            if failed := answer.get("Errors"):
-                raise StorageUnavailable(
-                    f"Cannot delete {len(failed)} objects below {self._url(prefix)}: {failed[0].get('Code')}."
-                )
-
-    def _url(self, key: str) -> str:
-        return f"s3://{self._root}/{key}" if key else f"s3://{self._root}"
-
-    def _writer(self, key: str) -> str | None:
-        answer = self._call("read", key, "head_object", Key=self._prefix + key)
-        nonce: str | None = answer.get("Metadata", {}).get(_WRITER)
-        return nonce
-
-    def _pages(self, prefix: str, **options: Any) -> Iterator[dict[str, Any]]:
-        where = f"{self._prefix}{prefix}/" if prefix else self._prefix
-        while True:
-            page = self._call("list", prefix, "list_objects_v2", Prefix=where, MaxKeys=PAGE_KEYS, **options)
-            yield page
-            if not page.get("IsTruncated"):
-                return
-            options["ContinuationToken"] = page["NextContinuationToken"]
-
-    def _call(self, doing: str, key: str, operation: str, size: int = 0, **arguments: Any) -> dict[str, Any]:
-        """Run one S3 operation on the bucket."""
-        with self._translated(doing, key, size):
-            answer: dict[str, Any] = self._sync("_call_s3", operation, size=size, Bucket=self._bucket, **arguments)
-        return answer
-
-    def _sync(self, method: str, *arguments: Any, size: int, **options: Any) -> Any:
-        """Run a coroutine of the filesystem on its own thread, within the deadline."""
+        Raises s3_errors.RequestFailed for every failure of the library, the connection or the server.
+        """
+        import aiohttp
+        from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped] # ships no types
         from fsspec.asyn import sync
 
         filesystem = self._filesystem()
         deadline = DEADLINE_SECONDS + size / SLOWEST_BYTES_PER_SECOND
-        return sync(filesystem.loop, getattr(filesystem, method), *arguments, timeout=deadline, **options)
+        try:
+            return sync(filesystem.loop, getattr(filesystem, method), *arguments, timeout=deadline, **options)
+        except (OSError, EOFError, BotoCoreError, aiohttp.ClientError) as error:
+            raise s3_errors.RequestFailed(error) from error
 
     def _filesystem(self) -> Any:
         """Return this process's filesystem: one that was inherited over a fork must not be used."""
@@ -460,16 +329,6 @@ class _S3Store:
             filesystem.retries = CLIENT_ROUNDS
             self._filesystems.setdefault(pid, filesystem)
         return self._filesystems[pid]
-
-    @contextlib.contextmanager
-    def _translated(self, doing: str, key: str, size: int = 0) -> Iterator[None]:
-        import aiohttp
-        from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped] # ships no types
-
-        try:
-            yield
-        except (OSError, EOFError, BotoCoreError, aiohttp.ClientError) as error:
-            raise s3_errors.explain(error, doing, self._url(key), size) from error
 
 
 def _client_options() -> dict[str, Any]:

@@ -149,7 +149,7 @@ def test_files_there_and_back(storage: Storage, tmp_path: Path):
 
 
 def test_files_larger_than_one_part(storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.storage.PART_BYTES", 5 << 20)
+    monkeypatch.setattr("headrace.s3_store.PART_BYTES", 5 << 20)
     monkeypatch.setattr("headrace.storage._HASH_BYTES", 3 << 20)
     data = bytes(range(251)) * ((12 << 20) // 251)
     source = tmp_path / "source"

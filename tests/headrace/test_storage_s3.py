@@ -218,7 +218,7 @@ def test_a_missing_bucket(s3_root: str):
 
 def test_many_objects(proxy: Proxy, proxied: Storage, monkeypatch: pytest.MonkeyPatch):
     """Listings come in pages, and deletions go in batches."""
-    monkeypatch.setattr("headrace.storage.PAGE_KEYS", 3)
+    monkeypatch.setattr("headrace.s3_store.PAGE_KEYS", 3)
     keys = [f"many/{number}/{kind}" for number in range(4) for kind in ("a", "b")]
     for key in keys:
         proxied.write_bytes(key, b"")
