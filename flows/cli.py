@@ -19,6 +19,9 @@ from headrace.terminal import Terminal, emit_json
 if TYPE_CHECKING:
     from flows.config import PipelineConfig
 
+# Typer brings its own copy of click, or uses click itself, depending on its version; the base class is public in both.
+USAGE_ERRORS: tuple[type[Exception], ...] = (typer.BadParameter.__mro__[2],)
+
 app = typer.Typer(
     name="headrace",
     help="Raw text in, a registered and evaluated language model out.",
@@ -127,7 +130,7 @@ def execute(arguments: list[str]) -> int:
         return _fail(error, as_json)
     except typer.Abort:
         return _fail(Cancelled("Stopped."), as_json)
-    except typer.BadParameter.__mro__[2] as error:
+    except USAGE_ERRORS as error:
         return _fail(_usage(error), as_json)
     except KeyboardInterrupt:
         return _fail(Cancelled("Stopped. The same command continues from the last commit."), as_json)

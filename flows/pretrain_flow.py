@@ -14,34 +14,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prefect import flow
+from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.exceptions import TerminationSignal
 
 from data_prep.dataset import PrepareResult
 from flows.config import PipelineConfig, store_root
-from flows.result import PretrainResult, StageResult
+from flows.result import PretrainResult, Scores, StageResult
 from headrace import faults
 from headrace.config import identity_document
 from headrace.environment import home, work_path
 from headrace.errors import Cancelled, ConfigError, HeadraceError, InputError, Preempted
 from headrace.storage import Storage
 from headrace.tracking import Status, Tracker
+from tasks import prepare as prepare_stage
 from tasks.console import terminal
+from tasks.evaluate import EvaluateResult, evaluate
+from tasks.export import ExportResult, export
 from tasks.prepare import prepare
+from tasks.register import RegisterResult, register
 from tasks.runs import DatasetRef, Run, RunRequest, Workspace, resolve_run
-from tasks.shown import announce, bring_up_to_date
-from tasks.train import TrainingSession, train
+from tasks.shown import announce, bring_up_to_date, live_page, untrained_bits_per_byte
+from tasks.train import TrainingSession, TrainResult, train
 
 
 @flow(name="pretrain", persist_result=False)
 def pretrain(config: PipelineConfig) -> PretrainResult:
     """Turn the config's text into a registered, evaluated model; whatever is committed already is reused."""
     faults.register("flow")
-    started = time.monotonic()
+    clock = StageClock()
     space = open_workspace(config)
     prepared = prepare(space, config.data, config.tokenizer)
-    dataset = DatasetRef(prepared.dataset_key, prepared.digest, prepared.tokenizer_digest)
+    clock.lap("prepare", prepared.units_built == 0, prepare_stage.summary(prepared))
     require_fit(config, prepared)
 
+    dataset = DatasetRef(prepared.dataset_key, prepared.digest, prepared.tokenizer_digest)
     request = run_request(config)
     run = resolve_run(space, request, dataset)
     if run.related:
@@ -49,8 +55,17 @@ def pretrain(config: PipelineConfig) -> PretrainResult:
     with true_status(space, run):
         announce(space, run, request, dataset)
         training = train(space, run, TrainingSession())
+        clock.lap("train", training.reused, f"step {training.step}")
+        exported = export(space, run, training, config.registration.dtype)
+        clock.lap("export", exported.reused, space.storage.url(exported.prefix))
+        evaluated = evaluate(space, run, exported)
+        clock.lap("evaluate", evaluated.scored.reused, f"loss {evaluated.scored.summary['loss']:.4f}")
+        registered = register(space, run, exported, evaluated, config.registered_name)
+        clock.lap("register", registered.reused, f"{registered.name} version {registered.version}")
         bring_up_to_date(space, run)
-    raise HeadraceError(f"{training} {started} {StageResult}")
+    result = summarise(space, run, clock, training, exported, evaluated, registered)
+    publish(result)
+    return result
 
 
 def open_workspace(config: PipelineConfig) -> Workspace:
@@ -91,6 +106,69 @@ def run_request(config: PipelineConfig) -> RunRequest:
         layout=config.layout,
         launch=config.launch,
     )
+
+
+class StageClock:
+    """How long each stage took, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self.started = self._last = time.monotonic()
+        self.stages: list[StageResult] = []
+
+    def lap(self, name: str, reused: bool, detail: str) -> None:
+        """Note the end of a stage."""
+        now = time.monotonic()
+        outcome = "reused" if reused else "done"
+        self.stages.append(StageResult(name=name, outcome=outcome, seconds=round(now - self._last, 3), detail=detail))
+        self._last = now
+
+
+def summarise(
+    space: Workspace,
+    run: Run,
+    clock: StageClock,
+    training: TrainResult,
+    exported: ExportResult,
+    evaluated: EvaluateResult,
+    registered: RegisterResult,
+) -> PretrainResult:
+    """Put together what the stages came back with."""
+    page = live_page(space, run)
+    scored = evaluated.scored
+    return PretrainResult(
+        run_id=run.run_id,
+        run_key=run.spec.run_key,
+        name=run.spec.name,
+        dataset=run.spec.dataset_key,
+        step=training.step,
+        attempts=training.attempts,
+        stages=tuple(clock.stages),
+        bits_per_byte=Scores(
+            model=scored.bits_per_byte,
+            untrained=untrained_bits_per_byte(space.storage, run.spec.run_prefix),
+            unigram=scored.baselines["unigram_bits_per_byte"],
+            bigram=scored.baselines["bigram_bits_per_byte"],
+        ),
+        evaluation={**scored.summary, "digest": evaluated.digest},
+        model_name=registered.name,
+        version=registered.version,
+        new_version=registered.new_version,
+        champion=registered.champion,
+        verdict=registered.verdict,
+        export=space.storage.url(exported.prefix),
+        seconds=round(time.monotonic() - clock.started, 3),
+        pages={"MLflow": page} if page else {},
+    )
+
+
+def publish(result: PretrainResult) -> None:
+    """Leave the summary with the flow run, for those who look at Prefect."""
+    create_markdown_artifact(result.markdown(), key="summary", description="What the pipeline came back with")
+    create_table_artifact(
+        [stage.model_dump() for stage in result.stages], key="stages", description="Stages done or reused"
+    )
+    for name, page in result.pages.items():
+        create_link_artifact(page, link_text=name, key="mlflow", description="The run in MLflow")
 
 
 @contextmanager

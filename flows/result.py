@@ -6,14 +6,12 @@ from pydantic import Field
 
 from headrace.config import Part
 
-Done = Literal["done", "reused"]
-
 
 class StageResult(Part):
     """One stage of a pipeline."""
 
     name: str
-    outcome: Done = Field(description="done: something was computed; reused: its commit was there already")
+    outcome: Literal["done", "reused"] = Field(description="reused: its commit was there already, nothing was computed")
     seconds: float = Field(description="time of the stage in this command")
     detail: str = Field(description="what it made or found, in one line")
 
@@ -23,8 +21,8 @@ class Scores(Part):
 
     model: float
     untrained: float | None = Field(description="the same model before its first step")
-    unigram: float | None = Field(description="a model that knows how often each token occurs")
-    bigram: float | None = Field(description="a model that knows how often each pair of tokens occurs")
+    unigram: float = Field(description="a model that knows how often each token occurs")
+    bigram: float = Field(description="a model that knows how often each pair of tokens occurs")
 
 
 class PretrainResult(Part):
@@ -33,22 +31,36 @@ class PretrainResult(Part):
     run_id: str
     run_key: str
     name: str
-    dataset: str
+    dataset: str = Field(description="directory name of the dataset below `datasets/`")
     step: int = Field(description="completed optimizer steps")
     attempts: int = Field(description="launches over the whole life of the run")
     stages: tuple[StageResult, ...]
-    scores: Scores
-    evaluation: dict[str, Any] = Field(description="loss, perplexity, bits per byte, tokens")
+    bits_per_byte: Scores
+    evaluation: dict[str, Any] = Field(description="loss, perplexity, bits per byte, tokens, bytes; and its digest")
     model_name: str
     version: str = Field(description="version of the registered model that holds this run's export")
     new_version: bool
     champion: bool = Field(description="whether the alias champion points to that version")
     verdict: str = Field(description="why the champion is what it is")
+    export: str = Field(description="where the exported model lies")
     seconds: float
     pages: dict[str, str] = Field(description="pages of servers that answered, by name")
 
     def rows(self) -> list[list[Any]]:
         """The summary for people."""
+        score = self.bits_per_byte
+        others = {"untrained": score.untrained, "unigram": score.unigram, "bigram": score.bigram}
+        compared = ", ".join(f"{name} {value:.3f}" for name, value in others.items() if value is not None)
         return [
-            *[[stage.name, stage.outcome, f"{stage.seconds:.1f} s", stage.detail] for stage in self.stages],
+            *([stage.name, stage.outcome, f"{stage.seconds:.1f} s", stage.detail] for stage in self.stages),
+            ["bits per byte", f"{score.model:.3f}", "", f"against {compared}"],
+            ["attempts", str(self.attempts), f"{self.seconds:.1f} s", "in all"],
+            ["version", self.version, "", f"of {self.model_name}: {self.verdict}"],
         ]
+
+    def markdown(self) -> str:
+        """The same as an artifact of the flow run."""
+        lines = [f"# {self.name}", "", f"Run `{self.run_id}`, step {self.step}.", "", "| | | | |", "|---|---|---|---|"]
+        lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in self.rows()]
+        lines += [f"\n[{name}]({page})" for name, page in self.pages.items()]
+        return "\n".join(lines)

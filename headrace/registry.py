@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.errors import NotFound, Terminal
-from headrace.tracking import AlreadyExists, Point, Tracker, is_server, metric_entities, model_output
+from headrace.tracking import DIGEST_LENGTH, AlreadyExists, Point, Tracker, metric_entities, model_output
+from headrace.tracking_address import is_server
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -27,6 +28,8 @@ class ModelRecord:
     ready: bool
     created_ms: int
     tags: Mapping[str, str]
+    measured_on: frozenset[str] = frozenset()
+    """Digests (as MLflow cuts them) of the evaluations whose metrics it shows."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,17 @@ class Registry:
             if model_id not in known:
                 self._client.log_outputs(run_id, [model_output(model_id, step)])
 
+    def discard_model(self, model_id: str) -> None:
+        """Remove a logged model that nobody refers to."""
+        with self.tracker.calls(f"asked to delete the logged model {model_id}"):
+            self._client.delete_logged_model(model_id)
+
     def log_model_points(
         self, run_id: str, model_id: str, points: Sequence[Point], *, dataset_name: str, digest: str
     ) -> None:
-        """Write metrics of a logged model, measured on the dataset of this name and digest."""
+        """Write metrics of a logged model, measured on the dataset of this name and digest; once for each digest."""
+        if digest[:DIGEST_LENGTH] in self.get_model(model_id).measured_on:
+            return
         metrics = metric_entities(points, model_id=model_id, dataset_name=dataset_name, digest=digest)
         with self.tracker.calls(f"told metrics of the logged model {model_id}"):
             self._client.log_batch(run_id, metrics=metrics)
@@ -161,6 +171,7 @@ def _model_record(model: "LoggedModel") -> ModelRecord:
         ready=str(model.status) == "READY",
         created_ms=model.creation_timestamp,
         tags=dict(model.tags or {}),
+        measured_on=frozenset(m.dataset_digest for m in model.metrics or [] if m.dataset_digest),
     )
 
 

@@ -9,17 +9,18 @@ import json
 import os
 import sys
 import threading
-import urllib.error
 import urllib.parse
-import urllib.request
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from headrace.environment import mlflow_database
 from headrace.errors import ConfigError, HeadraceError, NotFound, Terminal, TrackingUnavailable
+from headrace.tracking_address import default_uri, redact, redact_text, require_answer
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment, LoggedModelOutput, Metric, Run
@@ -35,10 +36,6 @@ PARAMS_IN_BATCH = 100
 MAX_PARAM_LENGTH = 6000
 DIGEST_LENGTH = 36
 """MLflow cuts no digest itself: it refuses longer ones."""
-
-PROBE_SECONDS = 5.0
-PAGE_QUERY = "?workflowType=machine_learning"
-"""Without it, MLflow opens a page where runs and the registry are not in the menu."""
 
 SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -88,41 +85,6 @@ class RunRecord:
     tags: Mapping[str, str]
 
 
-def default_uri() -> str:
-    """Address of the tracking store: MLFLOW_TRACKING_URI, or the database in the state folder."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{mlflow_database()}"
-
-
-def is_server(uri: str) -> bool:
-    """Whether the address is an MLflow server, whose pages can be opened."""
-    return uri.startswith(("http://", "https://"))
-
-
-def redact(uri: str) -> str:
-    """The address without the name and the password that may be in it."""
-    parts = urllib.parse.urlsplit(uri)
-    if "@" not in parts.netloc:
-        return uri
-    return urllib.parse.urlunsplit(parts._replace(netloc="***@" + parts.netloc.rsplit("@", 1)[-1]))
-
-
-def server_answers(uri: str, timeout: float = PROBE_SECONDS) -> bool:
-    """Whether a server is there: every answer counts but one that says that it cannot serve."""
-    try:
-        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=timeout):
-            return True
-    except urllib.error.HTTPError as error:
-        error.close()
-        return error.code < 500
-    except (OSError, ValueError):
-        return False
-
-
-def run_page(uri: str, experiment_id: str, run_id: str) -> str:
-    """Address of a run's page on a server."""
-    return f"{redact(uri).rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}{PAGE_QUERY}"
-
-
 class Tracker:
     """A client of one tracking store. Every method raises TrackingUnavailable when the store does not answer."""
 
@@ -133,18 +95,13 @@ class Tracker:
 
     @classmethod
     def connect(cls, uri: str | None = None) -> Self:
-        """Open the tracking store and ask it once, within seconds.
+        """Open the tracking store and ask it once.
 
-        Raises TrackingUnavailable, naming the address, when it does not answer.
+        Raises TrackingUnavailable, naming the address, within seconds when it does not answer, and ConfigError for an
+        address of another kind.
         """
         address = uri or default_uri()
-        if is_server(address) and not server_answers(address):
-            raise TrackingUnavailable(
-                f"The MLflow server at {redact(address)} does not answer. Start it, or unset MLFLOW_TRACKING_URI to "
-                "use the database in the state folder; then give the same command again."
-            )
-        if address.startswith("sqlite:///"):
-            Path(address.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        require_answer(address)
         tracker = cls(address, _new_client(address))
         with tracker.calls("opened"):
             tracker.client.search_experiments(max_results=1)
@@ -340,16 +297,16 @@ def model_output(model_id: str, step: int) -> "LoggedModelOutput":
     return LoggedModelOutput(model_id, step)
 
 
-def mlmodel_document(*, model_id: str, run_id: str, loader_module: str, created: str) -> bytes:
+def mlmodel_document(*, model_id: str, run_id: str, loader_module: str, created_ms: int) -> bytes:
     """The `MLmodel` file that lets `mlflow.pyfunc.load_model` open the folder it lies in.
 
-    `created` is a UTC time that stays the same when the document is made again.
+    Made again with the same arguments it has the same bytes.
     """
-    _prepare()
-    from mlflow import pyfunc
-    from mlflow.models import Model
-    from mlflow.models.signature import ModelSignature
-    from mlflow.types.schema import ColSpec, ParamSchema, ParamSpec, Schema
+    with _quiet_import():
+        import mlflow.pyfunc as pyfunc  # `from mlflow import pyfunc` would load it later, with its warnings
+        from mlflow.models import Model
+        from mlflow.models.signature import ModelSignature
+        from mlflow.types.schema import ColSpec, ParamSchema, ParamSpec, Schema
 
     text = Schema([ColSpec("string", "text")])
     params = ParamSchema(
@@ -360,9 +317,13 @@ def mlmodel_document(*, model_id: str, run_id: str, loader_module: str, created:
         ]
     )
     model = Model(
-        model_id=model_id, run_id=run_id, signature=ModelSignature(text, text, params), utc_time_created=created
+        model_id=model_id,
+        model_uuid=model_id.removeprefix("m-"),
+        run_id=run_id,
+        signature=ModelSignature(text, text, params),
+        utc_time_created=datetime.fromtimestamp(created_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),
     )
-    pyfunc.add_to_model(model, loader_module=loader_module)
+    pyfunc.add_to_model(model, loader_module=loader_module)  # type: ignore[no-untyped-call] # has no annotations
     return str(model.to_yaml()).encode("utf-8")
 
 
@@ -374,14 +335,19 @@ def server_command(port: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _prepare() -> None:
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Import from mlflow with our settings; it warns about its own type hints while it is loaded."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _new_client(uri: str) -> "MlflowClient":
-    _prepare()
-    from mlflow.tracking import MlflowClient
+    with _quiet_import():
+        from mlflow.tracking import MlflowClient
 
     return MlflowClient(tracking_uri=uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or uri)
 
@@ -395,11 +361,6 @@ def _translate(error: "MlflowException", what: str, uri: str) -> HeadraceError:
     if error.error_code in _TRANSIENT:
         return TrackingUnavailable(f"MLflow at {redact(uri)} could not be {what}: {reason}")
     return Terminal(f"MLflow at {redact(uri)} was {what} and refused: {reason}")
-
-
-def redact_text(text: str, uri: str) -> str:
-    """`text` as one line without the credentials of `uri`."""
-    return " ".join(text.replace(uri, redact(uri)).split())
 
 
 def _as_place(url: str) -> str:

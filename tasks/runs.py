@@ -16,7 +16,8 @@ from headrace.digest import digest_json
 from headrace.environment import code_digest
 from headrace.errors import ConfigError, DamagedData, NotFound
 from headrace.storage import Storage, json_document
-from headrace.tracking import RunRecord, Tracker, redact
+from headrace.tracking import RunRecord, Tracker
+from headrace.tracking_address import redact
 from training.checkpoint.config import CheckpointConfig
 from training.config import TrainingConfig
 from training.evaluation.config import EvaluationConfig

@@ -9,6 +9,7 @@ from headrace.events import EventTail, read_events
 from headrace.mirror import GROUPS, Event, complete_attempt, complete_parent
 from headrace.storage import Storage
 from headrace.tracking import RunRecord, Status
+from headrace.tracking_address import is_server, run_page, server_answers
 from tasks.runs import DatasetRef, Run, RunRequest, Workspace, flatten
 from training.checkpoint.catalog import committed_on_chain
 from training.launch.attempts import AttemptRecord, chain, read_attempts
@@ -69,6 +70,20 @@ def covered_events(storage: Storage, run_prefix: str) -> Iterator[Event]:
         for event in read_events(storage, run_prefix, link.attempt):
             if event["kind"] in GROUPS and link.covers(event["step"]) and event["step"] <= newest[0]:
                 yield event
+
+
+def untrained_bits_per_byte(storage: Storage, run_prefix: str) -> float | None:
+    """What the loop measured before the first step; None when nothing was measured then."""
+    for event in covered_events(storage, run_prefix):
+        if event["kind"] == "evaluation" and event["step"] == 0:
+            return float(event["bits_per_byte"])
+    return None
+
+
+def live_page(space: Workspace, run: Run) -> str | None:
+    """The run's page on a server that answers, or None."""
+    uri = space.tracker.uri
+    return run_page(uri, run.experiment_id, run.run_id) if is_server(uri) and server_answers(uri) else None
 
 
 def _nested(space: Workspace, run: Run) -> Mapping[int, RunRecord]:
