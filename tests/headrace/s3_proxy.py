@@ -57,6 +57,11 @@ class Proxy:
     requests: list[tuple[str, str]] = field(default_factory=list)
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """Say nothing about clients that gave up waiting: that is what they are tested for."""
+
+
 @contextlib.contextmanager
 def run_proxy(upstream: str) -> Iterator[Proxy]:
     """Run a proxy to the server at `upstream` ("host:port")."""
@@ -104,7 +109,7 @@ def run_proxy(upstream: str) -> Iterator[Proxy]:
         def log_message(self, *_: object) -> None:
             """Keep the tests' output clean."""
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     settings = Proxy(endpoint=f"http://127.0.0.1:{server.server_address[1]}")
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
