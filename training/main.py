@@ -31,7 +31,7 @@ from training.batches import Batches, num_samples
 from training.checkpoint.checkpointer import AsyncCheckpointer
 from training.evaluation.evaluate import evaluate
 from training.evaluation.spec import EvalSpec
-from training.loop import Training, train
+from training.loop import Outcome, Training, train
 from training.model.init import load_weights
 from training.optim.adamw import build_adamw
 from training.optim.schedule import Schedule
@@ -65,31 +65,21 @@ def main() -> NoReturn:
 
 
 def run_rank(spec: AttemptSpec, rank: int, stop: threading.Event) -> RankResult:
-    """Train as one rank and say how it ended."""
-    step = 0
+    """Train as one rank and say how it ended, whatever happens."""
+    sink = Sink(
+        rank=rank,
+        heartbeat=spec.heartbeat_path(rank),
+        events=EventWriter(spec.events_path, spec.attempt) if rank == 0 else None,
+    )
     try:
-        set_threads(spec.run)
-        storage = Storage.open(spec.storage_root)
-        events = EventWriter(spec.events_path, spec.attempt) if rank == 0 else None
-        sink = Sink(rank=rank, heartbeat=spec.heartbeat_path(rank), events=events)
-        sink.phase("start")
-        world = join_world(spec.run.layout, timeout_seconds=3 * spec.run.launch.hang_timeout_seconds)
-        training = assemble(spec, storage, world, sink, stop)
-        step = training.state.step
-        outcome = train(training)
-        step = training.state.step
-        sink.event(outcome, step=step, tokens_seen=training.state.tokens_seen)
-        if events is not None:
-            events.publish(storage, spec.run.run_prefix)
-        sink.phase(outcome, step=step)
-        return RankResult(rank=rank, outcome=outcome, step=step, exit_code=EXIT_CODES[outcome], time=time.time())
+        outcome = _train(spec, sink, stop)
     except BaseException as error:
         # Whatever it is (torch's checkpoint errors are no Exceptions), the launcher must read why this rank ended.
-        logger.exception("Rank %d failed.", rank)
+        logger.exception("Rank %d failed after step %d.", rank, sink.step)
         return RankResult(
             rank=rank,
             outcome="failed",
-            step=step,
+            step=sink.step,
             exit_code=error.exit_code if isinstance(error, HeadraceError) else 1,
             error_kind=type(error).__name__,
             message=str(error) or repr(error),
@@ -97,6 +87,21 @@ def run_rank(spec: AttemptSpec, rank: int, stop: threading.Event) -> RankResult:
             secondary=is_echo(error),
             time=time.time(),
         )
+    return RankResult(rank=rank, outcome=outcome, step=sink.step, exit_code=EXIT_CODES[outcome], time=time.time())
+
+
+def _train(spec: AttemptSpec, sink: Sink, stop: threading.Event) -> Outcome:
+    sink.phase("start")
+    set_threads(spec.run)
+    storage = Storage.open(spec.storage_root)
+    world = join_world(spec.run.layout, timeout_seconds=3 * spec.run.launch.hang_timeout_seconds)
+    training = assemble(spec, storage, world, sink, stop)
+    outcome = train(training)
+    sink.event(outcome, step=training.state.step, tokens_seen=training.state.tokens_seen)
+    if sink.events is not None:
+        sink.events.publish(storage, spec.run.run_prefix)
+    sink.phase(outcome, step=training.state.step)
+    return outcome
 
 
 def is_echo(error: BaseException) -> bool:
@@ -180,6 +185,7 @@ def assemble(spec: AttemptSpec, storage: Storage, world: World, sink: Sink, stop
         dataset.token_bytes(),
         world=world,
         batch_size=run.evaluation.batch_size,
+        on_progress=lambda *_: sink.phase("evaluate"),
     )
     sink.event(
         "attempt.started",

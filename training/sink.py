@@ -16,7 +16,8 @@ class Sink:
         self._rank = rank
         self._heartbeat = heartbeat
         self.events = events
-        self._step = 0
+        self.step = 0
+        """Completed optimizer steps, as last told."""
         if heartbeat is not None:
             heartbeat.parent.mkdir(parents=True, exist_ok=True)
 
@@ -28,10 +29,10 @@ class Sink:
     def phase(self, name: str, *, step: int | None = None) -> None:
         """Say that this rank is alive and what it begins: `step` counts completed optimizer steps."""
         if step is not None:
-            self._step = step
+            self.step = step
         if self._heartbeat is None:
             return
-        beat = {"rank": self._rank, "pid": os.getpid(), "step": self._step, "phase": name, "time": time.time()}
+        beat = {"rank": self._rank, "pid": os.getpid(), "step": self.step, "phase": name, "time": time.time()}
         # Renamed into place: the watcher never reads half a line. No fsync: a heartbeat is for processes, not crashes.
         temporary = self._heartbeat.with_suffix(".tmp")
         temporary.write_text(json.dumps(beat), encoding="utf-8")
