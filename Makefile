@@ -2,9 +2,8 @@
 #
 #   make quickstart    text to a registered model, on this machine
 #   make test          the fast tests                    make check       ruff, mypy, import contracts, spelling
-#   make test-slow     those that take longer            make services    those with an S3, MLflow or Prefect server
-#   make chaos         killed runs come out the same     make bench       ratios against floors and peers
-#   make docs          write the tables of docs/guide.md again from the config classes
+#   make test-slow     those that take longer            make chaos       killed runs come out the same
+#   make bench         ratios against floors and peers   make docs        the tables of docs/guide.md, written again
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,7 +23,7 @@ INSTALL := $(VENV)/bin/pip install -qq --no-compile --disable-pip-version-check 
 # In CI a skipped test is a failure: nothing may be left out silently.
 PYTEST := $(VENV)/bin/python -m pytest $(if $(CI),-p tests.ci_plugin)
 
-.PHONY: help quickstart test test-slow services chaos check bench docs install install-dev
+.PHONY: help quickstart test test-slow chaos check bench docs install install-dev
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -33,13 +32,10 @@ quickstart: $(RUN_STAMP)
 	@$(VENV)/bin/headrace run configs/quickstart.yaml $(ARGS)
 
 test: $(DEV_STAMP)
-	@$(PYTEST) tests --ignore=tests/chaos --ignore=tests/services -m "not slow" $(ARGS)
+	@$(PYTEST) tests --ignore=tests/chaos -m "not slow" $(ARGS)
 
 test-slow: $(DEV_STAMP)
-	@$(PYTEST) tests --ignore=tests/chaos --ignore=tests/services -m slow $(ARGS)
-
-services: $(DEV_STAMP)
-	@$(PYTEST) tests/services $(ARGS)
+	@$(PYTEST) tests --ignore=tests/chaos -m slow $(ARGS)
 
 chaos: $(DEV_STAMP)
 	@$(PYTEST) tests/chaos $(ARGS)
