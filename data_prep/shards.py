@@ -83,6 +83,12 @@ class ShardWriter:
             self._write_block()
         self._close_tar()
 
+    def abandon(self) -> None:
+        """Let go of the open file, if there is one, after a failure."""
+        if self._tar is not None:
+            self._tar.abandon()
+            self._tar = None
+
     def _write_block(self) -> None:
         if self._tar is None:
             number = len(self.files)
@@ -135,7 +141,12 @@ class _Tar:
     def close(self) -> FileEntry:
         """Write the end of the tar and return what a commit says about it."""
         self._writer.close()
-        return self._file.close()
+        self._file.close()
+        return self._file.entry()
+
+    def abandon(self) -> None:
+        """Close the file without the end of the tar."""
+        self._file.close()
 
 
 class _HashingFile:
@@ -151,8 +162,10 @@ class _HashingFile:
         self._size += len(data)
         return self._file.write(data)
 
-    def close(self) -> FileEntry:
+    def close(self) -> None:
         self._file.close()
+
+    def entry(self) -> FileEntry:
         return FileEntry(self._size, self._digest.hexdigest())
 
 

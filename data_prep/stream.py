@@ -115,31 +115,35 @@ class TokenStream:
             number += 1
 
     def _ids(self, number: int) -> npt.NDArray[np.generic]:
-        block = self._blocks[number]
-        data = self._shards.open(block.prefix, block.entry.shard)
-        if not self._verified[number]:
-            self._verify(number, data)
-        return np.frombuffer(data, self._dtype, block.entry.tokens, block.entry.offset)
+        entry = self._blocks[number].entry
+        return np.frombuffer(self._data(number), self._dtype, entry.tokens, entry.offset)
 
     def _ends(self, number: int) -> Tokens:
+        entry = self._blocks[number].entry
+        return np.frombuffer(self._data(number), "<u4", entry.documents, entry.ends_offset).astype(np.int64)
+
+    def _data(self, number: int) -> mmap.mmap:
+        """The tar of a block, which is checked on the first touch."""
         block = self._blocks[number]
         data = self._shards.open(block.prefix, block.entry.shard)
-        if not self._verified[number]:
-            self._verify(number, data)
-        return np.frombuffer(data, "<u4", block.entry.documents, block.entry.ends_offset).astype(np.int64)
+        if self._verified[number]:
+            return data
+        if not self._is_whole(block.entry, data) and self._shards.forget_copy(block.prefix, block.entry.shard):
+            data = self._shards.open(block.prefix, block.entry.shard)
+        if not self._is_whole(block.entry, data):
+            raise DamagedData(
+                f"{self._shards.describe(block.prefix, block.entry.shard)} is damaged: the block at byte "
+                f"{block.entry.offset:,} is not what was committed. Delete the folder {block.prefix} and prepare the "
+                "dataset again."
+            )
+        self._verified[number] = 1
+        return data
 
-    def _verify(self, number: int, data: mmap.mmap) -> None:
-        block = self._blocks[number]
-        entry = block.entry
+    def _is_whole(self, entry: BlockEntry, data: mmap.mmap) -> bool:
         with memoryview(data) as view:
             digest = hashlib.sha256(view[entry.offset : entry.offset + entry.tokens * self._dtype.itemsize])
             digest.update(view[entry.ends_offset : entry.ends_offset + 4 * entry.documents])
-        if digest.hexdigest() != entry.sha256:
-            raise DamagedData(
-                f"{self._shards.describe(block.prefix, entry.shard)} is damaged: the block at byte {entry.offset:,} is "
-                f"not what was committed. Delete the folder {block.prefix} and prepare the dataset again."
-            )
-        self._verified[number] = 1
+        return digest.hexdigest() == entry.sha256
 
 
 class ShardFiles:
@@ -165,6 +169,14 @@ class ShardFiles:
             self._open.popitem(last=False)  # arrays that were handed out keep their map alive
         return mapped
 
+    def forget_copy(self, prefix: str, shard: str) -> bool:
+        """Remove the local copy of a tar; return False when there is none, because the store is a folder."""
+        if self._storage.local_path(f"{prefix}/{shard}") is not None:
+            return False
+        self._open.pop((prefix, shard), None)
+        self._cache_path(prefix, shard).unlink(missing_ok=True)
+        return True
+
     def describe(self, prefix: str, shard: str) -> str:
         """Return where a tar lies, for messages."""
         return self._storage.url(f"{prefix}/{shard}")
@@ -188,7 +200,7 @@ class ShardFiles:
     def _cached(self, prefix: str, shard: str) -> Path:
         """Copy a tar into the cache unless it is there; the least recently used ones make room."""
         entry = self._files[f"{prefix}/{shard}"]
-        path = self._cache_dir / f"{entry.sha256}.tar"
+        path = self._cache_path(prefix, shard)
         if path.exists() and path.stat().st_size == entry.size:
             os.utime(path)
             return path
@@ -196,6 +208,9 @@ class ShardFiles:
         self._make_room(entry.size)
         self._storage.get_file(f"{prefix}/{shard}", path)
         return path
+
+    def _cache_path(self, prefix: str, shard: str) -> Path:
+        return self._cache_dir / f"{self._files[f'{prefix}/{shard}'].sha256}.tar"
 
     def _make_room(self, needed: int) -> None:
         """Remove copies of ours, oldest use first; a process that still maps one keeps its bytes."""

@@ -132,19 +132,29 @@ def _write_files(
         split: _SplitWriter(ShardWriter(folder, split, unit.tokenizer.dtype, layout.block_tokens, layout.shard_bytes))
         for split in SPLITS
     }
+    try:
+        skipped = _fill(unit, encoder, writers, report)
+        return _finish(unit, writers, skipped, folder)
+    finally:
+        for writer in writers.values():
+            writer.shards.abandon()
+
+
+def _fill(
+    unit: UnitPlan, encoder: Encoder, writers: dict[str, _SplitWriter], report: Callable[[UnitProgress], None]
+) -> Counter[str]:
     skipped: Counter[str] = Counter()
     progress = UnitProgress()
     for batch in _batches(_documents(unit, skipped)):
-        for (number, document), ids in zip(
-            batch, encoder.encode([document.text for _, document in batch]), strict=True
-        ):
+        encoded = encoder.encode([document.text for _, document in batch])
+        for (number, document), ids in zip(batch, encoded, strict=True):
             split = "validation" if unit.split.is_validation(document.digest()) else "train"
             _add(writers[split], number, document, ids)
             progress.documents += 1
             progress.tokens += len(ids)
             progress.text_bytes += len(document.text)
         report(progress)
-    return _finish(unit, writers, skipped, folder)
+    return skipped
 
 
 def _documents(unit: UnitPlan, skipped: Counter[str]) -> Iterator[tuple[int, Document]]:
