@@ -59,6 +59,7 @@ class Agent:
         self._recorded: list[int] = []
         self._detector = HangDetector(
             {rank: spec.heartbeat_path(rank) for rank in range(spec.run.launch.world_size)},
+            start_step=spec.restore.step if spec.restore else 0,
             hang_timeout_seconds=spec.run.launch.hang_timeout_seconds,
             save_timeout_seconds=spec.run.checkpoint.save_timeout_seconds,
             now=time.monotonic(),

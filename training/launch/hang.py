@@ -60,7 +60,6 @@ class _Watched:
     beat: Beat | None = None
     changed: float = 0.0
     step_changed: float | None = None
-    first_step: int | None = None
     content: bytes = b""
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_STEPS))
 
@@ -69,10 +68,20 @@ class HangDetector:
     """Follows the heartbeats of the ranks on this machine."""
 
     def __init__(
-        self, heartbeats: Mapping[int, Path], *, hang_timeout_seconds: float, save_timeout_seconds: float, now: float
+        self,
+        heartbeats: Mapping[int, Path],
+        *,
+        start_step: int,
+        hang_timeout_seconds: float,
+        save_timeout_seconds: float,
+        now: float,
     ) -> None:
-        """`heartbeats` are the files by rank; `now`, as everywhere here, is a monotonic time in seconds."""
+        """`heartbeats` are the files by rank; `start_step` is the step that the attempt goes on from.
+
+        `now`, as everywhere here, is a monotonic time in seconds.
+        """
         self._files = dict(heartbeats)
+        self._start_step = start_step
         self._hang_seconds = hang_timeout_seconds
         self._save_seconds = save_timeout_seconds
         self._ranks = {rank: _Watched(changed=now) for rank in heartbeats}
@@ -101,8 +110,6 @@ class HangDetector:
             if watched.step_changed is not None:
                 watched.step_seconds.append((now - watched.step_changed) / (beat.step - watched.beat.step))
             watched.step_changed = now
-        if watched.first_step is None and beat.phase != "start":
-            watched.first_step = beat.step
         watched.beat, watched.content, watched.changed = beat, content, now
 
     def _judge(self, rank: int, watched: _Watched, now: float) -> Hang | None:
@@ -114,10 +121,8 @@ class HangDetector:
         beat = watched.beat
         usual = statistics.median(watched.step_seconds) if watched.step_seconds else 0.0
         allowed = max(self._hang_seconds, LEARNED_FACTOR * usual)
-        if beat is None or watched.first_step is None or beat.phase in _SLOW_PHASES:
-            return FIRST_FACTOR * allowed
-        if beat.phase in _SAVING_PHASES:
+        if beat is not None and beat.phase in _SAVING_PHASES:
             return allowed + self._save_seconds
-        if beat.step - watched.first_step < EXEMPT_STEPS:
+        if beat is None or beat.phase in _SLOW_PHASES or beat.step - self._start_step < EXEMPT_STEPS:
             return FIRST_FACTOR * allowed
         return allowed

@@ -28,6 +28,8 @@ from training.run_spec import AttemptSpec, RunSpec
 
 logger = logging.getLogger(__name__)
 
+AGENT_MODULE = "training.launch.agent"
+
 POLL_SECONDS = 0.25
 AGENT_EXIT_SECONDS = 15.0
 """How long the agent may take to end its descendants after its own stop grace time."""
@@ -72,7 +74,7 @@ def is_finished(storage: Storage, run: RunSpec) -> bool:
 
 
 def _start_agent(spec: AttemptSpec, attempt_file: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "training.launch.agent", str(os.getpid()), str(attempt_file)]
+    command = [sys.executable, "-m", AGENT_MODULE, str(os.getpid()), str(attempt_file)]
     with (spec.work_path / "agent.log").open("ab") as log:
         # A session of its own: Ctrl-C in the terminal reaches this process only, which then asks for a proper stop.
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
