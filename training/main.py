@@ -42,6 +42,7 @@ from training.rng import seed_rank
 from training.run_spec import AttemptSpec, RankResult, RunSpec, read_attempt
 from training.sink import Sink
 from training.state import TrainState
+from training.torchrun import PID_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,10 @@ EXIT_CODES = {"finished": 0, "stopped": 3}
 
 def main() -> NoReturn:
     """Entry point of a rank."""
-    # First of all: a rank whose torchrun is gone must not go on to write beside the next attempt's ranks.
-    set_parent_death_signal(signal.SIGKILL)
+    # First of all: a rank whose torchrun is gone must not go on to write beside the next attempt's ranks. It may have
+    # gone while this process was still loading torch.
+    torchrun_pid = os.environ.get(PID_VARIABLE)
+    set_parent_death_signal(signal.SIGKILL, int(torchrun_pid) if torchrun_pid else None)
     rank = int(os.environ.get("RANK", "0"))
     form = f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)

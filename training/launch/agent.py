@@ -56,7 +56,8 @@ class Agent:
         self._failures_file = spec.work_path / "failures.json"
         self._stop_since: float | None = None
         self._stop_passed_on = False
-        self._recorded: list[int] = []
+        self._seen: dict[int, int | None] = {os.getpid(): start_time(os.getpid())}
+        """Start times of the processes of this attempt, by id."""
         self._detector = HangDetector(
             {rank: spec.heartbeat_path(rank) for rank in range(spec.run.launch.world_size)},
             start_step=spec.restore.step if spec.restore else 0,
@@ -145,12 +146,11 @@ class Agent:
 
     def _record_processes(self) -> None:
         """Leave a list for the case that this process is killed and something escapes the parent-death signals."""
-        pids = descendants(os.getpid())
-        if pids == self._recorded:
-            return
-        self._recorded = pids
-        listed = [{"pid": pid, "start_time": start_time(pid)} for pid in [os.getpid(), *pids]]
-        _write_json(self._spec.work_path / PROCESSES_NAME, json.dumps(listed))
+        new = [pid for pid in descendants(os.getpid()) if pid not in self._seen]
+        if new:
+            self._seen |= {pid: start_time(pid) for pid in new}
+            listed = [{"pid": pid, "start_time": started} for pid, started in self._seen.items()]
+            _write_json(self._spec.work_path / PROCESSES_NAME, json.dumps(listed))
 
 
 def _failed(kind: str, message: str, *, rank: int | None = None, step: int | None = None) -> AttemptOutcome:
