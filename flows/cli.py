@@ -1,14 +1,11 @@
 """The command `headrace`.
 
-Heavy libraries are imported by the command that needs them: `--help` and `validate` load neither prefect nor mlflow
-nor torch.
+Heavy libraries are imported by the command that needs them: `--help`, `validate` and `init` load neither prefect nor
+mlflow nor torch.
 """
 
-import logging
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,12 +27,43 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+runs = typer.Typer(help="What there is.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(runs, name="runs")
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; `headrace init DATA` writes one.")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one field; may be given many times.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; everything else on stderr.")]
+
+
+@app.command()
+def init(
+    data: Annotated[str, typer.Argument(metavar="DATA", help="A folder, a file, a quoted glob, or python-stdlib:")],
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the run; else that of the file it is written to.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print a commented config, sized to this machine and to the text.
+
+    \b
+    headrace init DATA > my.yaml
+    headrace init "texts/*.txt" --name novels > novels.yaml
+    """
+    import yaml
+
+    from flows.config import PipelineConfig
+    from flows.sizing import Machine, write_config
+    from headrace.config import parse
+
+    text = write_config(data, name, Machine.here())
+    document = yaml.safe_load(text)
+    parse(PipelineConfig, document)
+    if as_json:
+        emit_json({"config": document, "yaml": text})
+    else:
+        sys.stdout.write(text)
 
 
 @app.command()
@@ -66,26 +94,113 @@ def validate(
 def run(config: Config, sets: Sets = None, as_json: Json = False) -> None:
     """Prepare, train, export, evaluate and register; what is done already is reused.
 
+    The same command again continues what was stopped, killed or failed.
+
     \b
     headrace run configs/quickstart.yaml
     headrace run my.yaml --set training.steps=500 --json
     """
-    from flows.embedded import prefect_api
+    from flows.command import run_pipeline
 
     loaded = _load(config, sets)
     terminal = Terminal(json=as_json)
-    _show_logs(terminal)
-    with _stopping(), prefect_api() as wait:
-        from flows.pretrain_flow import pretrain
-        from tasks.console import showing_on
-
-        wait()
-        with showing_on(terminal):
-            result = pretrain(loaded)
+    result = run_pipeline(loaded, terminal)
     if as_json:
         emit_json(result.model_dump(mode="json"))
+        return
+    terminal.summary(f"{result.name}: run {result.run_id}", result.rows())
+    for page in result.pages.values():
+        terminal.note(f"  {page}")
+    following = [f'headrace generate {result.model_name} --prompt "..."', f"headrace runs show {result.name}"]
+    terminal.note(f"  next: {'   '.join(following if result.pages else [*following, 'headrace ui'])}")
+
+
+@runs.command("ls")
+def runs_ls(as_json: Json = False) -> None:
+    """List every run, newest first.
+
+    \b
+    headrace runs ls
+    """
+    from flows.look import list_runs
+
+    found = list_runs()
+    if as_json:
+        emit_json({"runs": [vars(line) for line in found]})
+        return
+    if not found:
+        Terminal().note("There are no runs yet. Next: headrace init DATA > my.yaml, then headrace run my.yaml")
+        return
+    rows = [["run", "name", "status", "step", "attempts", "bits per byte", "version"]]
+    for line in found:
+        score = f"{line.bits_per_byte:.3f}" if line.bits_per_byte is not None else ""
+        step = f"{line.step}/{line.steps}"
+        rows.append([line.run_id, line.name, line.status, step, str(line.attempts), score, line.model or ""])
+    _table(rows)
+
+
+@runs.command("show")
+def runs_show(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, the beginning of it, or a name.")],
+    as_json: Json = False,
+) -> None:
+    """Show one run: how far it came, its attempts, checkpoints, exports and config.
+
+    \b
+    headrace runs show quickstart
+    headrace runs show 3f2a --json
+    """
+    from flows.look import show_run
+
+    shown = show_run(run)
+    if as_json:
+        emit_json(shown)
+        return
+    import yaml
+
+    sys.stdout.write(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=120))
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A registered model, models:/NAME@ALIAS, the id of a run, or a folder."
+        ),
+    ],
+    prompt: Annotated[str, typer.Option("--prompt", help="The text to continue.")],
+    as_json: Json = False,
+) -> None:
+    """Continue a text, greedily.
+
+    \b
+    headrace generate quickstart --prompt "import "
+    headrace generate models:/quickstart@champion --prompt "def " --json
+    """
+    from flows.command import continue_text
+
+    folder, text = continue_text(model, prompt)
+    if as_json:
+        emit_json({"model": str(folder), "prompt": prompt, "text": text})
     else:
-        terminal.summary(f"{result.name}: run {result.run_id}", result.rows())
+        sys.stdout.write(f"{prompt}{text}\n")
+
+
+@app.command()
+def ui(
+    port: Annotated[int, typer.Option("--port", help="Port on loopback; 0 takes a free one.")] = 5000,
+    as_json: Json = False,
+) -> None:
+    """Serve MLflow on the state of this folder and print its page, until Ctrl-C.
+
+    \b
+    headrace ui
+    headrace ui --port 0
+    """
+    from flows.command import serve_pages
+
+    serve_pages(port, Terminal(json=as_json), on_page=lambda page: emit_json({"page": page}) if as_json else None)
 
 
 def _load(config: Path, sets: list[str] | None) -> "PipelineConfig":
@@ -94,31 +209,11 @@ def _load(config: Path, sets: list[str] | None) -> "PipelineConfig":
     return load_config(config, tuple(sets or ()))
 
 
-def _show_logs(terminal: Terminal) -> None:
-    """Warnings of our own packages appear above the live bars; other libraries have said nothing a user can act on."""
-    from headrace.environment import PACKAGES
-
-    handler = terminal.log_handler()
-    for name in PACKAGES:
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.setLevel(logging.WARNING)
-        logger.propagate = False
-
-
-class _stopping:
-    """SIGTERM and a closed terminal end the command as Ctrl-C does: children first, then exit code 3."""
-
-    def __enter__(self) -> None:
-        self._before = {s: signal.signal(s, _interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _table(rows: list[list[str]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        sys.stdout.write("  ".join(cells).rstrip() + "\n")
 
 
 def execute(arguments: list[str]) -> int:
@@ -128,12 +223,12 @@ def execute(arguments: list[str]) -> int:
         code = app(arguments, standalone_mode=False)
     except HeadraceError as error:
         return _fail(error, as_json)
-    except typer.Abort:
-        return _fail(Cancelled("Stopped."), as_json)
     except USAGE_ERRORS as error:
         return _fail(_usage(error), as_json)
-    except KeyboardInterrupt:
-        return _fail(Cancelled("Stopped. The same command continues from the last commit."), as_json)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail(Cancelled("Stopped. The same command continues from what is committed."), as_json)
+    except BrokenPipeError:
+        return 0  # the reader has seen enough
     return code if isinstance(code, int) else 0
 
 
@@ -146,7 +241,8 @@ def _usage(error: Any) -> ConfigError:
 def _fail(error: HeadraceError, as_json: bool) -> int:
     if as_json:
         emit_json({"error": {"kind": type(error).__name__, "message": str(error)}, "exit_code": error.exit_code})
-    Terminal().error(str(error))
+    else:
+        Terminal().error(str(error))
     return error.exit_code
 
 

@@ -67,7 +67,7 @@ class EmbeddedServer:
         """Start the server and return at once."""
         home = Path(os.environ.get("PREFECT_HOME", prefect_home()))
         home.mkdir(parents=True, exist_ok=True)
-        port = _free_port()
+        port = free_port()
         log = home / LOG_NAME
         # These three are what Prefect gives its own temporary server; the API needs no pages and no log shipping.
         environment = {
@@ -150,7 +150,8 @@ def _require_answer(url: str) -> None:
         )
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

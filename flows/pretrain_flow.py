@@ -12,6 +12,7 @@ Every stage finds its own commit first, so the flow may be ended anywhere and st
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from prefect import flow
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
@@ -24,6 +25,7 @@ from headrace import faults
 from headrace.config import identity_document
 from headrace.environment import home, work_path
 from headrace.errors import Cancelled, ConfigError, HeadraceError, InputError, Preempted
+from headrace.lease import LeaseHolder, hold
 from headrace.storage import Storage
 from headrace.tracking import Status, Tracker
 from tasks import prepare as prepare_stage
@@ -32,8 +34,8 @@ from tasks.evaluate import EvaluateResult, evaluate
 from tasks.export import ExportResult, export
 from tasks.prepare import prepare
 from tasks.register import RegisterResult, register
-from tasks.runs import DatasetRef, Run, RunRequest, Workspace, resolve_run
-from tasks.shown import announce, bring_up_to_date, live_page, untrained_bits_per_byte
+from tasks.runs import DatasetRef, Run, RunRequest, Workspace, lease_key, resolve_run
+from tasks.shown import announce, bring_up_to_date, live_page, reap, untrained_bits_per_byte
 from tasks.train import TrainingSession, TrainResult, train
 
 
@@ -43,6 +45,8 @@ def pretrain(config: PipelineConfig) -> PretrainResult:
     faults.register("flow")
     clock = StageClock()
     space = open_workspace(config)
+    reap(space, config.tracking.experiment)
+    clock.lap()
     prepared = prepare(space, config.data, config.tokenizer)
     clock.lap("prepare", prepared.units_built == 0, prepare_stage.summary(prepared))
     require_fit(config, prepared)
@@ -52,7 +56,7 @@ def pretrain(config: PipelineConfig) -> PretrainResult:
     run = resolve_run(space, request, dataset)
     if run.related:
         terminal().note(run.related)
-    with true_status(space, run):
+    with only_command_of(space, run), true_status(space, run):
         announce(space, run, request, dataset)
         training = train(space, run, TrainingSession())
         clock.lap("train", training.reused, f"step {training.step}")
@@ -115,12 +119,14 @@ class StageClock:
         self.started = self._last = time.monotonic()
         self.stages: list[StageResult] = []
 
-    def lap(self, name: str, reused: bool, detail: str) -> None:
-        """Note the end of a stage."""
+    def lap(self, name: str = "", reused: bool = False, detail: str = "") -> None:
+        """Note the end of a stage, or of something that is none."""
         now = time.monotonic()
-        outcome = "reused" if reused else "done"
-        self.stages.append(StageResult(name=name, outcome=outcome, seconds=round(now - self._last, 3), detail=detail))
+        seconds = round(now - self._last, 3)
         self._last = now
+        if name:
+            outcome: Literal["done", "reused"] = "reused" if reused else "done"
+            self.stages.append(StageResult(name=name, outcome=outcome, seconds=seconds, detail=detail))
 
 
 def summarise(
@@ -169,6 +175,17 @@ def publish(result: PretrainResult) -> None:
     )
     for name, page in result.pages.items():
         create_link_artifact(page, link_text=name, key="mlflow", description="The run in MLflow")
+
+
+@contextmanager
+def only_command_of(space: Workspace, run: Run) -> Iterator[None]:
+    """One command at a time works on a run: a second one waits, then finds everything done."""
+
+    def say(holder: LeaseHolder) -> None:
+        terminal().note(f"Process {holder.pid} on {holder.host} works on this run; waiting for it.")
+
+    with hold(space.storage, lease_key(run.run_id), on_wait=say):
+        yield
 
 
 @contextmanager

@@ -146,6 +146,16 @@ class Tracker:
         with self.calls("asked for the experiment"):
             return self.client.get_experiment_by_name(name)
 
+    def experiments(self) -> list[str]:
+        """Ids of all experiments."""
+        with self.calls("asked for its experiments"):
+            return [str(experiment.experiment_id) for experiment in self.client.search_experiments()]
+
+    def find_experiment(self, name: str) -> str | None:
+        """Id of an experiment that is there and not deleted, or None."""
+        found = self._experiment(name)
+        return str(found.experiment_id) if found is not None and found.lifecycle_stage == "active" else None
+
     def experiment_name(self, experiment_id: str) -> str:
         """Name of an experiment; raises NotFound."""
         with self.calls(f"asked for the experiment {experiment_id}"):
@@ -180,9 +190,12 @@ class Tracker:
         with self.calls(f"asked for the run {run_id}"):
             return _run_record(self.client.get_run(run_id))
 
-    def find_runs(self, experiment_id: str, tags: Mapping[str, str]) -> list[RunRecord]:
-        """The experiment's runs that carry all of `tags`, oldest first."""
-        rule = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+    def find_runs(
+        self, experiment_id: str, tags: Mapping[str, str], *, status: Status | None = None
+    ) -> list[RunRecord]:
+        """The experiment's runs that carry all of `tags` and have the status, oldest first, without deleted ones."""
+        rules = [f"tags.`{key}` = '{value}'" for key, value in tags.items()]
+        rule = " and ".join(rules + ([f"attributes.status = '{status}'"] if status else []))
         records: list[RunRecord] = []
         token: str | None = None
         while True:

@@ -18,7 +18,8 @@ from headrace.terminal import StageProgress
 from headrace.tracking import Point
 from tasks.child import run_module
 from tasks.console import terminal
-from tasks.export import ExportResult, key_below
+from tasks.export import ExportResult
+from tasks.exports import key_below
 from tasks.policy import RETRY_DELAYS, SHORT_RETRIES, worth_another_try
 from tasks.runs import Run, Workspace
 from training.evaluation.spec import COMMIT_KIND, EvalSpec, EvaluationTask

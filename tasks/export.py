@@ -11,13 +11,13 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from headrace.commit import Commit, read_commit
-from headrace.digest import digest_json
 from headrace.errors import DamagedData, NotFound
 from headrace.registry import ModelRecord, Registry
-from headrace.storage import Storage, json_document
+from headrace.storage import json_document
 from headrace.tracking import mlmodel_document
 from tasks.child import run_module
 from tasks.console import terminal
+from tasks.exports import export_key, key_below, pointer_key
 from tasks.policy import RETRY_DELAYS, SHORT_RETRIES, worth_another_try
 from tasks.runs import Run, Workspace
 from tasks.train import TrainResult
@@ -81,40 +81,6 @@ def export(space: Workspace, run: Run, training: TrainResult, dtype: ExportType)
         return ExportResult(key, model, prefix, commit, checkpoint.step, reused)
 
 
-def export_key(checkpoint_digest: str, dtype: str) -> str:
-    """Digest of what is exported and how."""
-    return digest_json({"checkpoint": checkpoint_digest, "dtype": dtype, "layout": "hugging-face"})
-
-
-def pointer(run_prefix: str, key: str) -> str:
-    """Storage key of the document that says which logged model an export is."""
-    return f"{run_prefix}/exports/{key}.json"
-
-
-def exports_of(storage: Storage, run_prefix: str) -> list[str]:
-    """Folders of the committed exports of a run, newest step last."""
-    found = []
-    for name in storage.children(f"{run_prefix}/exports"):
-        prefix = str(storage.read_json(f"{run_prefix}/exports/{name}")["prefix"])
-        commit = read_commit(storage, prefix, kind=COMMIT_KIND)
-        if commit is not None:
-            found.append((int(commit.body["step"]), prefix))
-    return [prefix for _, prefix in sorted(found)]
-
-
-def key_below(storage: Storage, location: str) -> str:
-    """The storage key of a place that MLflow names; raises DamagedData when it lies outside the store."""
-    local = storage.local_path("runs")
-    root = str(local.parent) if local else storage.root_url
-    place = location.removeprefix("file://") if local else location
-    if not place.startswith(f"{root}/"):
-        raise DamagedData(
-            f"MLflow put the logged model at {location}, which is not below the store {root}. Was the experiment made "
-            "for another store?"
-        )
-    return place.removeprefix(f"{root}/").strip("/")
-
-
 def _logged_model(space: Workspace, run: Run, key: str) -> ModelRecord:
     """The logged model that the run's store names for this export, made when there is none."""
     registry = Registry(space.tracker)
@@ -125,7 +91,7 @@ def _logged_model(space: Workspace, run: Run, key: str) -> ModelRecord:
     if model is None:
         model = registry.create_model(run.experiment_id, run.spec.name, run_id=run.run_id, tags=tags)
     document = {"model_id": model.model_id, "prefix": key_below(space.storage, model.location)}
-    if not space.storage.create(pointer(run.spec.run_prefix, key), json_document(document)):
+    if not space.storage.create(pointer_key(run.spec.run_prefix, key), json_document(document)):
         winner = _named(space, run, key)
         if winner is not None and winner != model.model_id:
             registry.discard_model(model.model_id)
@@ -135,7 +101,7 @@ def _logged_model(space: Workspace, run: Run, key: str) -> ModelRecord:
 
 def _named(space: Workspace, run: Run, key: str) -> str | None:
     try:
-        return str(space.storage.read_json(pointer(run.spec.run_prefix, key))["model_id"])
+        return str(space.storage.read_json(pointer_key(run.spec.run_prefix, key))["model_id"])
     except NotFound:
         return None
 

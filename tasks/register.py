@@ -19,11 +19,10 @@ from tasks.console import terminal
 from tasks.evaluate import MODEL_TAG, EvaluateResult, Scored, score_version
 from tasks.export import EXPORT_TAG, ExportResult
 from tasks.policy import RETRY_DELAYS, SHORT_RETRIES, worth_another_try
-from tasks.runs import Run, Workspace
+from tasks.runs import SCORE_TAG, VERSION_TAG, Run, Workspace
 
 CHAMPION = "champion"
 SPEC_TAG = "headrace.evaluation"
-SCORE_TAG = "headrace.bits_per_byte"
 
 Rescore = Callable[[VersionRecord], Scored]
 """Scores the model of another version by this run's evaluation."""
@@ -71,6 +70,9 @@ def register(
             registry.set_version_tags(name, version.version, _score_tags(evaluated))
         champion, verdict = _decide(
             registry, version, evaluated, lambda holder: score_version(space, run, evaluated.spec, holder)
+        )
+        space.tracker.set_tags(
+            run.run_id, {VERSION_TAG: f"{name}/{version.version}", SCORE_TAG: repr(evaluated.bits_per_byte)}
         )
         stage.conclude(f"{name} version {version.version} ({'new' if is_new else 'reused'}); {verdict}")
         return RegisterResult(name, version.version, is_new, champion, verdict)

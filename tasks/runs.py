@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from headrace.digest import digest_json
 from headrace.environment import code_digest
 from headrace.errors import ConfigError, DamagedData, NotFound
+from headrace.lease import LeaseHolder
 from headrace.storage import Storage, json_document
 from headrace.tracking import RunRecord, Tracker
 from headrace.tracking_address import redact
@@ -28,6 +29,9 @@ from training.parallel.config import LayoutConfig
 from training.run_spec import RunSpec
 
 RUN_KEY_TAG = "headrace.run_key"
+NAME_TAG = "headrace.name"
+SCORE_TAG = "headrace.bits_per_byte"
+VERSION_TAG = "headrace.version"
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,21 @@ def resolve_run(space: Workspace, request: RunRequest, dataset: DatasetRef) -> R
     return Run(spec, record.experiment_id, is_new, related)
 
 
+def lease_key(run_id: str) -> str:
+    """The lease of the command that works on a run."""
+    return f"leases/run-{run_id}"
+
+
+def is_held(storage: Storage, run_id: str) -> bool:
+    """Whether a command works on the run; one on another machine counts until somebody takes over its lease."""
+    try:
+        return not LeaseHolder(**storage.read_json(lease_key(run_id))).gone
+    except NotFound:
+        return False
+    except (TypeError, DamagedData):
+        return True  # of another version
+
+
 def artifact_root(storage: Storage) -> str:
     """The artifact root of experiments on this store, as MLflow understands it on every kind of root."""
     local = storage.local_path("runs")
@@ -155,7 +174,7 @@ def _create(
 ) -> RunRecord:
     tags = {
         RUN_KEY_TAG: key,
-        "headrace.name": request.name,
+        NAME_TAG: request.name,
         "headrace.dataset": dataset.key,
         "headrace.dataset_digest": dataset.digest,
         "headrace.tokenizer_digest": dataset.tokenizer_digest,
@@ -213,7 +232,7 @@ def read_run(storage: Storage, run_id: str) -> RunSpec:
 
 def _related_run(space: Workspace, request: RunRequest, record: RunRecord) -> str | None:
     """A run of the same name with another identity: a changed field is never silently another run."""
-    others = space.tracker.find_runs(record.experiment_id, {"headrace.name": request.name})
+    others = space.tracker.find_runs(record.experiment_id, {NAME_TAG: request.name})
     others = [other for other in others if RUN_KEY_TAG in other.tags and other.run_id != record.run_id]
     if not others:
         return None

@@ -5,12 +5,23 @@ One run is one MLflow run, the parent; each attempt is a run nested below it. Th
 
 from collections.abc import Iterator, Mapping
 
+from headrace.errors import NotFound
 from headrace.events import EventTail, read_events
 from headrace.mirror import GROUPS, Event, complete_attempt, complete_parent
 from headrace.storage import Storage
 from headrace.tracking import RunRecord, Status
 from headrace.tracking_address import is_server, run_page, server_answers
-from tasks.runs import DatasetRef, Run, RunRequest, Workspace, flatten
+from tasks.runs import (
+    RUN_KEY_TAG,
+    DatasetRef,
+    Run,
+    RunRequest,
+    Workspace,
+    artifact_root,
+    flatten,
+    is_held,
+    read_run,
+)
 from training.checkpoint.catalog import committed_on_chain
 from training.launch.attempts import AttemptRecord, chain, read_attempts
 
@@ -39,6 +50,23 @@ def bring_up_to_date(space: Workspace, run: Run, *, running: int | None = None) 
         complete_attempt(space.tracker, child, events)
         space.tracker.set_status(child, _ending(events))
     complete_parent(space.tracker, run.run_id, covered_events(space.storage, run.spec.run_prefix))
+
+
+def reap(space: Workspace, experiment: str) -> None:
+    """Runs of this store that are shown as RUNNING, while no command works on them, were killed: say so."""
+    experiment_id = space.tracker.find_experiment(experiment)
+    if experiment_id is None:
+        return
+    for record in space.tracker.find_runs(experiment_id, {}, status="RUNNING"):
+        here = record.artifact_root.startswith(f"{artifact_root(space.storage)}/")
+        if RUN_KEY_TAG not in record.tags or not here or is_held(space.storage, record.run_id):
+            continue
+        try:
+            spec = read_run(space.storage, record.run_id)
+        except NotFound:
+            continue  # another command has just made it and goes on with it
+        bring_up_to_date(space, Run(spec, experiment_id, is_new=False))
+        space.tracker.set_status(record.run_id, "KILLED")
 
 
 def open_attempt(space: Workspace, run: Run, record: AttemptRecord) -> str:

@@ -13,7 +13,6 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from headrace.errors import Cancelled, HeadraceError, Terminal
-from headrace.lease import LeaseHolder, hold
 from headrace.mirror import EventMirror
 from headrace.terminal import StageProgress
 from headrace.tracking import Status
@@ -78,23 +77,13 @@ def train(space: Workspace, run: Run, session: TrainingSession) -> TrainResult:
     `launch.max_attempts_without_progress` attempts committed nothing new.
     """
     spec = run.spec
-    with (
-        terminal().stage("train", total=spec.training.steps, unit="step") as stage,
-        hold(space.storage, f"leases/run-{run.run_id}", on_wait=_say_wait(stage)),
-    ):
+    with terminal().stage("train", total=spec.training.steps, unit="step") as stage:
         attempt = next_attempt(space.storage, spec, work_root=space.work_dir)
         if attempt is not None:
             _run_attempt(space, run, attempt, session, stage)
         result = _result(space, run, session)
         stage.conclude(_conclusion(result))
         return result
-
-
-def _say_wait(stage: StageProgress) -> Callable[[LeaseHolder], None]:
-    def say(holder: LeaseHolder) -> None:
-        stage.note(f"process {holder.pid} on {holder.host} trains this run; waiting for it.")
-
-    return say
 
 
 def _result(space: Workspace, run: Run, session: TrainingSession) -> TrainResult:
@@ -238,7 +227,9 @@ class _Progress:
         elif kind == "save.committed":
             self._committed_at = event["time"]
         elif kind == "save.failed":
-            self._stage.note(f"a save failed, training goes on: {event.get('reason', 'no reason given')}")
+            self._stage.note(f"the save of step {event['step']} failed, training goes on: {event['message']}")
+        elif kind == "checkpoint.damaged":
+            self._stage.note(f"the checkpoint of step {event['step']} is set aside: {event['reason']}")
 
     def _age(self, now: float) -> str:
         return "none yet" if self._committed_at is None else f"{max(0.0, now - self._committed_at):.0f} s old"

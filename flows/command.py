@@ -1,0 +1,129 @@
+"""What the heavy commands do: run the pipeline, continue a text, serve MLflow's pages."""
+
+import contextlib
+import importlib
+import logging
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from flows.config import PipelineConfig
+from flows.embedded import free_port, prefect_api
+from flows.result import PretrainResult
+from headrace.environment import PACKAGES, mlflow_database
+from headrace.errors import Cancelled, ConfigError, HeadraceError
+from headrace.terminal import Terminal
+
+UI_SECONDS = 60
+
+
+def run_pipeline(config: PipelineConfig, terminal: Terminal) -> PretrainResult:
+    """Run the flow on this config, with its progress on `terminal`.
+
+    Raises what the flow raises, and Cancelled when it was stopped by a signal.
+    """
+    show_logs(terminal)
+    with stopped_by_signals(), prefect_api() as wait:
+        # The server starts meanwhile.
+        from prefect.exceptions import TerminationSignal
+
+        from flows.pretrain_flow import pretrain
+        from tasks.console import showing_on
+
+        wait()
+        with showing_on(terminal):
+            try:
+                return pretrain(config)
+            except TerminationSignal:
+                raise Cancelled("Stopped. The same command continues from what is committed.") from None
+
+
+def continue_text(model: str, prompt: str) -> tuple[Path, str]:
+    """The folder of the model, and what it writes after `prompt`."""
+    from flows.look import model_folder
+
+    folder = model_folder(model)
+    # By name: everything else in this package starts without torch.
+    opened = importlib.import_module("training.generate").open_model(folder)
+    return folder, str(opened.complete(prompt, max_new_tokens=64))
+
+
+def serve_pages(port: int, terminal: Terminal, on_page: Callable[[str], None]) -> None:
+    """Serve the default database on loopback until Ctrl-C; with MLFLOW_TRACKING_URI on a server, only say its page."""
+    from headrace.tracking import server_command
+    from headrace.tracking_address import PAGE_QUERY, default_uri, is_server, redact, server_answers
+
+    uri = default_uri()
+    if is_server(uri):
+        if not server_answers(uri):
+            raise ConfigError(
+                f"The MLflow server at {redact(uri)} does not answer. Start it, or unset MLFLOW_TRACKING_URI."
+            )
+        page = f"{redact(uri).rstrip('/')}/#/experiments{PAGE_QUERY}"
+        terminal.note(f"MLflow runs already: {page}")
+        on_page(page)
+        return
+    mlflow_database().parent.mkdir(parents=True, exist_ok=True)
+    port = port or free_port()
+    log = mlflow_database().with_name("ui.log")
+    with log.open("wb") as output:
+        server = subprocess.Popen(server_command(port), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    page = f"http://127.0.0.1:{port}/#/experiments{PAGE_QUERY}"
+    with stopped_by_signals():
+        try:
+            _wait_for(server, f"http://127.0.0.1:{port}", log)
+            terminal.note(f"MLflow: {page}   (Ctrl-C ends it)")
+            on_page(page)
+            server.wait()
+        except KeyboardInterrupt:
+            pass  # how a server is ended
+        finally:
+            _end(server)
+
+
+def _wait_for(server: "subprocess.Popen[bytes]", uri: str, log: Path) -> None:
+    from headrace.tracking_address import server_answers
+
+    deadline = time.monotonic() + UI_SECONDS
+    while not server_answers(uri, timeout=1.0):
+        if server.poll() is not None or time.monotonic() > deadline:
+            raise HeadraceError(f"MLflow's server did not start; its log is {log}. Is the port free? See --port.")
+        time.sleep(0.2)
+
+
+def _end(server: "subprocess.Popen[bytes]") -> None:
+    if server.poll() is None:
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(5)
+    if server.poll() is None:
+        server.kill()
+        server.wait()
+
+
+def show_logs(terminal: Terminal) -> None:
+    """Warnings of our own packages appear above the live bars; what other libraries say is for their developers."""
+    handler = terminal.log_handler()
+    for name in PACKAGES:
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Within the block SIGTERM and a closed terminal do what Ctrl-C does: children end first, then the command."""
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
