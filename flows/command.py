@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import logging
+import os
 import signal
 import subprocess
 import time
@@ -16,8 +17,9 @@ from flows.result import PretrainResult
 from headrace.environment import PACKAGES, mlflow_database
 from headrace.errors import Cancelled, ConfigError, HeadraceError
 from headrace.terminal import Terminal
+from tasks.child import command_of
 
-UI_SECONDS = 60
+UI_SECONDS = 120
 
 
 def run_pipeline(config: PipelineConfig, terminal: Terminal) -> PretrainResult:
@@ -53,7 +55,7 @@ def continue_text(model: str, prompt: str) -> tuple[Path, str]:
 
 def serve_pages(port: int, terminal: Terminal, on_page: Callable[[str], None]) -> None:
     """Serve the default database on loopback until Ctrl-C; with MLFLOW_TRACKING_URI on a server, only say its page."""
-    from headrace.tracking import server_command
+    from headrace.tracking import SERVER_SETTINGS, server_arguments
     from headrace.tracking_address import PAGE_QUERY, default_uri, is_server, redact, server_answers
 
     uri = default_uri()
@@ -70,7 +72,13 @@ def serve_pages(port: int, terminal: Terminal, on_page: Callable[[str], None]) -
     port = port or free_port()
     log = mlflow_database().with_name("ui.log")
     with log.open("wb") as output:
-        server = subprocess.Popen(server_command(port), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        server = subprocess.Popen(
+            command_of("mlflow", *server_arguments(port), end=signal.SIGTERM),
+            env={**os.environ, **SERVER_SETTINGS},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
     page = f"http://127.0.0.1:{port}/#/experiments{PAGE_QUERY}"
     with stopped_by_signals():
         try:

@@ -8,10 +8,8 @@ Everything here happens before prefect is imported, so this module does not impo
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,7 +18,7 @@ from pathlib import Path
 
 from headrace.environment import prefect_home
 from headrace.errors import ConfigError, HeadraceError, Retryable
-from headrace.process import set_parent_death_signal
+from tasks.child import command_of
 
 START_SECONDS = 180
 """The first start on a fresh home creates the database: 16 s on two idle cores, more than a minute was reported."""
@@ -76,10 +74,11 @@ class EmbeddedServer:
             "PREFECT__SERVER_EPHEMERAL": "1",
             "PREFECT__SERVER_FINAL": "1",
         }
-        command = [sys.executable, "-m", "flows.embedded", str(os.getpid()), str(port)]
+        app = "prefect.server.api.server:create_app"
+        options = ["--factory", app, "--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command,
+                command_of("uvicorn", *options, "--lifespan", "on"),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -163,17 +162,3 @@ def _answers(url: str) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def main() -> None:
-    """Become the server: `python -m flows.embedded PARENT_PID PORT`."""
-    parent, port = int(sys.argv[1]), sys.argv[2]
-    # The setting outlives exec, so the kernel ends the server whatever ends the command.
-    set_parent_death_signal(signal.SIGTERM, parent)
-    module = "prefect.server.api.server:create_app"
-    command = ["uvicorn", "--factory", module, "--host", "127.0.0.1", "--port", port]
-    os.execv(sys.executable, [sys.executable, "-m", *command, "--log-level", "error", "--lifespan", "on"])
-
-
-if __name__ == "__main__":
-    main()

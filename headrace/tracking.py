@@ -7,7 +7,6 @@ a tag that identifies it.
 
 import json
 import os
-import sys
 import threading
 import urllib.parse
 import warnings
@@ -47,6 +46,13 @@ SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
 """Set before mlflow is imported unless the user set them: no telemetry, quiet, and answers within a minute."""
+
+SERVER_SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+}
+"""Of a server that we start: it shows pages, and needs no second process for jobs."""
 
 _TRANSIENT = {
     "INTERNAL_ERROR",
@@ -340,12 +346,10 @@ def mlmodel_document(*, model_id: str, run_id: str, loader_module: str, created_
     return str(model.to_yaml()).encode("utf-8")
 
 
-def server_command(port: int) -> list[str]:
-    """The command that serves the default database on loopback."""
-    return [
-        sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{mlflow_database()}",
-        "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-    ]  # fmt: skip
+def server_arguments(port: int) -> list[str]:
+    """Arguments of `python -m mlflow` that serve the default database on loopback."""
+    place = ["--backend-store-uri", f"sqlite:///{mlflow_database()}", "--host", "127.0.0.1", "--port", str(port)]
+    return ["server", *place, "--workers", "1"]
 
 
 @contextmanager

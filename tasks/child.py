@@ -1,9 +1,9 @@
-"""A stage of the heavy kind in a process of its own, so that the flow's process never loads torch.
+"""Processes that end when this one ends, whatever ends it; and stages that run in such a process.
 
-    python -m tasks.child PARENT_PID MODULE SPEC.json
+    python -m tasks.child PARENT_PID SIGNAL MODULE ARGUMENTS
 
-The child tells its progress as JSON lines on standard output; the last words of a failure are on standard error, and
-its exit code says which kind of failure it is. It ends when this process ends, whatever ends this process.
+A heavy stage has a process of its own, so that the flow's process never loads torch. It tells its progress as JSON
+lines on standard output; the last one is the result, or `error` and `retryable`. What it logs is on standard error.
 """
 
 import json
@@ -28,6 +28,11 @@ GRACE_SECONDS = 10.0
 Report = Callable[[dict[str, Any]], None]
 
 
+def command_of(module: str, *arguments: str, end: signal.Signals = signal.SIGKILL) -> list[str]:
+    """The command that runs `python -m module arguments` and gets the signal `end` when this process ends."""
+    return [sys.executable, "-m", "tasks.child", str(os.getpid()), end.name, module, *arguments]
+
+
 def run_module(module: str, spec: Mapping[str, Any], *, folder: Path, on_report: Report) -> dict[str, Any]:
     """Run `python -m module SPEC.json` to its end and return the last thing it reported.
 
@@ -38,7 +43,7 @@ def run_module(module: str, spec: Mapping[str, Any], *, folder: Path, on_report:
     spec_file = folder / "spec.json"
     spec_file.write_text(json.dumps(spec, indent=1), encoding="utf-8")
     log = folder / "log.txt"
-    command = [sys.executable, "-m", "tasks.child", str(os.getpid()), module, str(spec_file)]
+    command = command_of(module, str(spec_file))
     with log.open("wb") as errors:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
     try:
@@ -96,9 +101,9 @@ def _last_line(log: Path) -> str:
 
 
 def main() -> None:
-    """Become the module: `python -m tasks.child PARENT_PID MODULE ARGUMENTS`."""
-    set_parent_death_signal(signal.SIGKILL, int(sys.argv[1]))
-    module, arguments = sys.argv[2], sys.argv[3:]
+    """Become the module."""
+    parent_pid, end, module, *arguments = sys.argv[1:]
+    set_parent_death_signal(signal.Signals[end], int(parent_pid))
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

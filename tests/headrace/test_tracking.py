@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy
 
 from headrace.errors import ConfigError, NotFound, Terminal, TrackingUnavailable
-from headrace.tracking import Point, Tracker, metric_entities, mlmodel_document, server_command
+from headrace.tracking import Point, Tracker, metric_entities, mlmodel_document, server_arguments
 from headrace.tracking_address import default_uri, is_server, redact, require_answer, run_page, server_answers
 
 # MLflow's own use of SQLAlchemy; nothing that we could change
@@ -338,6 +338,6 @@ def test_points_of_a_model_carry_model_and_dataset():
 
 
 def test_the_server_serves_loopback_only():
-    command = server_command(5001)
+    command = server_arguments(5001)
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert command[command.index("--port") + 1] == "5001"
