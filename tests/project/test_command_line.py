@@ -104,7 +104,7 @@ def test_validate_gives_one_json_document(tmp_path: Path):
     ("arguments", "told"),
     [
         (["validate", "missing.yaml"], "missing.yaml"),
-        (["validate", str(ROOT / "configs/quickstart.yaml"), "--set", "model.layers=2"], "model.num_layers"),
+        (["validate", str(ROOT / "configs/quickstart.yaml"), "--set", "model.layers=2"], "num_layers"),
         (["run", str(ROOT / "configs/quickstart.yaml"), "--set", "layout.micro_batch_size=7"], "global_batch_size"),
         (["validate"], "CONFIG"),
         (["vaildate"], "vaildate"),
