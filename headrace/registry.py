@@ -93,10 +93,16 @@ class Registry:
     def log_model_points(
         self, run_id: str, model_id: str, points: Sequence[Point], *, dataset_name: str, digest: str
     ) -> None:
-        """Write metrics of a logged model, measured on the dataset of this name and digest; once for each digest."""
-        if digest[:DIGEST_LENGTH] in self.get_model(model_id).measured_on:
+        """Write metrics of a logged model, measured on the dataset of this name and digest; once for each digest.
+
+        MLflow writes them on the run as well, where a metric has one value at a step: those of a further digest carry
+        the beginning of it in their names.
+        """
+        known = self.get_model(model_id).measured_on
+        if digest[:DIGEST_LENGTH] in known:
             return
-        metrics = metric_entities(points, model_id=model_id, dataset_name=dataset_name, digest=digest)
+        named = [point._replace(key=f"{point.key}.{digest[:8]}") for point in points] if known else points
+        metrics = metric_entities(named, model_id=model_id, dataset_name=dataset_name, digest=digest)
         with self.tracker.calls(f"told metrics of the logged model {model_id}"):
             self._client.log_batch(run_id, metrics=metrics)
 

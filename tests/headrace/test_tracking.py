@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import socket
 import sqlite3
 import subprocess
@@ -18,21 +17,12 @@ from headrace.errors import ConfigError, NotFound, Terminal, TrackingUnavailable
 from headrace.tracking import Point, Tracker, metric_entities, mlmodel_document, server_arguments
 from headrace.tracking_address import default_uri, is_server, redact, require_answer, run_page, server_answers
 
-# MLflow's own use of SQLAlchemy; nothing that we could change
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-
-
-@pytest.fixture(scope="module")
-def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with MLflow's tables: made once, copied for each test."""
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    Tracker.connect(f"sqlite:///{path}")
-    return path
+pytestmark = pytest.mark.filterwarnings(NOLOAD)
 
 
 @pytest.fixture
-def database(tmp_path: Path, migrated: Path) -> Path:
-    return Path(shutil.copy(migrated, tmp_path / "mlflow.db"))
+def database(tmp_path: Path) -> Path:
+    return new_database(tmp_path)
 
 
 @pytest.fixture
@@ -126,11 +116,11 @@ def test_the_folder_of_the_database_is_made(tmp_path):
     assert (tmp_path / "new" / "home").is_dir()
 
 
-def test_settings_are_in_place_before_mlflow_is_loaded(tmp_path, migrated):
-    database = shutil.copy(migrated, tmp_path / "mlflow.db")
+def test_settings_are_in_place_before_mlflow_is_loaded(tmp_path, database):
     code = (
         "import os, sys, json\n"
         "from headrace.tracking import Tracker\n"
+from tests.mlflow_database import NOLOAD, new_database
         "assert 'mlflow' not in sys.modules\n"
         f"Tracker.connect('sqlite:///{database}')\n"
         "names = ('MLFLOW_DISABLE_TELEMETRY', 'DO_NOT_TRACK')\n"
