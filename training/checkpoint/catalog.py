@@ -76,13 +76,12 @@ def committed_on_chain(storage: Storage, run_prefix: str) -> Iterator[tuple[int,
 
 def list_commits(storage: Storage, run_prefix: str) -> list[Checkpoint]:
     """Every usable checkpoint on the chain, newest first: damaged ones are left out and logged."""
-    found = []
-    for step, attempt, prefix in committed_on_chain(storage, run_prefix):
-        try:
-            found.append(_verified(storage, step, attempt, prefix))
-        except DamagedData as error:
-            logger.warning("%s", error)
-    return found
+    return list(_usable(storage, run_prefix))
+
+
+def newest_commit(storage: Storage, run_prefix: str) -> Checkpoint | None:
+    """The first of `list_commits`, without looking at the others."""
+    return next(_usable(storage, run_prefix), None)
 
 
 def choose_restore(storage: Storage, run: RunSpec) -> Choice:
@@ -171,6 +170,14 @@ def require_same_model(model: ModelConfig, saved: dict[str, Any], where: str) ->
             f"The weights at {where} belong to another model: {'; '.join(differences)}. Change these fields of the "
             "model section, or start from other weights."
         )
+
+
+def _usable(storage: Storage, run_prefix: str) -> Iterator[Checkpoint]:
+    for step, attempt, prefix in committed_on_chain(storage, run_prefix):
+        try:
+            yield _verified(storage, step, attempt, prefix)
+        except DamagedData as error:
+            logger.warning("The checkpoint of step %d (attempt %d) is not used: %s", step, attempt, error)
 
 
 def _verified(storage: Storage, step: int, attempt: int, prefix: str) -> Checkpoint:

@@ -69,8 +69,8 @@ class _Save:
 class AsyncCheckpointer:
     """The checkpoints of one attempt, on one rank. Every rank makes the same calls in the same order.
 
-    Only rank 0 passes `events`; it gets `save.begun`, `save.staged`, `save.committed` (in the moment of the commit), `save.failed`,
-    `save.skipped`, `checkpoint.loaded` and `checkpoint.damaged`.
+    Only rank 0 passes `events`; it gets `save.begun`, `save.staged`, `save.committed` (in the moment of the commit),
+    `save.failed`, `save.skipped`, `checkpoint.loaded` and `checkpoint.damaged`.
     """
 
     def __init__(self, storage: Storage, spec: AttemptSpec, *, events: EventWriter | None = None) -> None:

@@ -21,7 +21,7 @@ from headrace.errors import HeadraceError
 from headrace.events import EventTail, EventWriter
 from headrace.process import pid_alive
 from headrace.storage import Storage
-from training.checkpoint.catalog import list_commits
+from training.checkpoint.catalog import newest_commit
 from training.launch.agent import KILL_GRACE_SECONDS, OUTCOME_NAME, PROCESSES_NAME
 from training.launch.diagnosis import AttemptOutcome
 from training.run_spec import AttemptSpec, RunSpec
@@ -69,8 +69,8 @@ def run_attempt(
 
 def is_finished(storage: Storage, run: RunSpec) -> bool:
     """Whether the run's last step is committed on the chain by a usable checkpoint."""
-    commits = list_commits(storage, run.run_prefix)
-    return bool(commits) and commits[0].step >= run.training.steps
+    newest = newest_commit(storage, run.run_prefix)
+    return newest is not None and newest.step >= run.training.steps
 
 
 def _start_agent(spec: AttemptSpec, attempt_file: Path) -> "subprocess.Popen[bytes]":

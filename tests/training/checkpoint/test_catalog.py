@@ -12,6 +12,7 @@ from training.checkpoint.catalog import (
     choose_restore,
     list_commits,
     newest_at,
+    newest_commit,
     open_checkpoint,
     quarantine,
     quarantined_by,
@@ -63,6 +64,7 @@ def test_nothing_was_ever_committed(storage):
     claim(storage, 1)
     assert chosen(storage) is None
     assert list_commits(storage, RUN.run_prefix) == []
+    assert newest_commit(storage, RUN.run_prefix) is None
 
 
 def test_steps_are_numbers_not_names(storage):
@@ -153,6 +155,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason(storage, damage):
     assert list(choice.refused) == [prefix]
     assert DAMAGES[damage] in choice.refused[prefix]
     assert [c.step for c in list_commits(storage, RUN.run_prefix)] == [10]
+    assert newest_commit(storage, RUN.run_prefix).step == 10
     with pytest.raises(DamagedData):
         open_checkpoint(storage, RUN.run_prefix, RestorePoint(attempt=1, step=20))
 
