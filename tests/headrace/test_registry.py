@@ -11,6 +11,8 @@ from tests.mlflow_database import NOLOAD, new_database
 
 pytestmark = pytest.mark.filterwarnings(NOLOAD)
 
+KEY = {"headrace.export_key": "a" * 64}
+
 
 @pytest.fixture
 def tracker(tmp_path: Path) -> Tracker:

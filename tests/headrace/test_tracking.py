@@ -16,6 +16,7 @@ import sqlalchemy
 from headrace.errors import ConfigError, NotFound, Terminal, TrackingUnavailable
 from headrace.tracking import Point, Tracker, metric_entities, mlmodel_document, server_arguments
 from headrace.tracking_address import default_uri, is_server, redact, require_answer, run_page, server_answers
+from tests.mlflow_database import NOLOAD, new_database
 
 pytestmark = pytest.mark.filterwarnings(NOLOAD)
 
@@ -120,7 +121,6 @@ def test_settings_are_in_place_before_mlflow_is_loaded(tmp_path, database):
     code = (
         "import os, sys, json\n"
         "from headrace.tracking import Tracker\n"
-from tests.mlflow_database import NOLOAD, new_database
         "assert 'mlflow' not in sys.modules\n"
         f"Tracker.connect('sqlite:///{database}')\n"
         "names = ('MLFLOW_DISABLE_TELEMETRY', 'DO_NOT_TRACK')\n"
