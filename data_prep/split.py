@@ -4,20 +4,23 @@ A document goes to validation when the first 64 bits of its SHA-256 lie below `f
 fall on the same side, and no document changes sides when others are added.
 
 A small corpus may have no, or almost no, document there. Then further documents are *promoted*: in the order of their
-digests, until validation holds a tenth of the text or 16 KiB, never more than a third, and at least one document (the
+digests, until validation holds 16 KiB or a tenth of the text, never more than a third, and at least one document (the
 smallest, where each is more than a third). Promoted documents are part of the key of the units that hold them, so a
-unit stays a pure function of what its key digests. Above `SCAN_BYTES` of input this is not looked for: such a corpus
-without validation documents is refused.
+unit stays a pure function of what its key digests.
+
+To see whether a corpus is short of validation text, it is read until 16 KiB of it are found: at a fraction of 2 % that
+is after about a megabyte.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from data_prep.text import Document, Piece, read_documents, refuse
 from headrace.errors import InputError
 
-SCAN_BYTES = 128 * 2**20
 FLOOR_BYTES = 16 * 2**10
+"""A corpus with this much validation text, and any training text, promotes nothing."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,19 @@ def choose_split(pieces: Iterable[Piece], fraction: float, on_error: str) -> Spl
     """Return the split of a corpus.
 
     Raises InputError for a corpus without documents, with one distinct document only, or, when `on_error` is `fail`,
-    with a document that cannot be read.
+    with a document that cannot be read among those that were looked at.
     """
     split = Split(fraction)
     pieces = list(pieces)
-    if sum(piece.size for piece in pieces) > SCAN_BYTES:
-        return split
     sizes: dict[str, int] = {}
-    for piece in pieces:
-        for document in _documents(piece, on_error):
-            digest = document.digest()
-            sizes[digest] = sizes.get(digest, 0) + len(document.text)
+    held = total = 0
+    for document in itertools.chain.from_iterable(_documents(piece, on_error) for piece in pieces):
+        digest, size = document.digest(), len(document.text)
+        sizes[digest] = sizes.get(digest, 0) + size
+        total += size
+        held += size if split.is_validation(digest) else 0
+        if FLOOR_BYTES <= held < total:
+            return split
     if not sizes:
         raise InputError(empty_corpus(pieces))
     if len(sizes) == 1:

@@ -8,13 +8,15 @@ bounded size. Every block is checked against its digest when a process touches i
 
 import bisect
 import hashlib
+import itertools
 import logging
 import mmap
 import os
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +29,12 @@ from headrace.storage import Storage
 logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 32 * 2**30
-OPEN_SHARDS = 512
-"""Tars that are kept mapped; each holds one open file."""
+MAPPED_SHARDS = 512
+"""Tars of one stream that are kept mapped; each holds one open file."""
 
 Tokens = npt.NDArray[np.int64]
+Stored = npt.NDArray[np.unsignedinteger[Any]]
+"""Ids as they are stored, uint16 or uint32."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,19 @@ class StreamBlock:
 class TokenStream:
     """The tokens of one split. `len()` is the number of tokens; positions count from 0."""
 
-    def __init__(
-        self,
-        shards: "ShardFiles",
-        blocks: Sequence[StreamBlock],
-        dtype: str,
-    ) -> None:
+    def __init__(self, shards: "ShardFiles", blocks: Sequence[StreamBlock], dtype: str) -> None:
         self._shards = shards
         self._blocks = blocks
         self._dtype = np.dtype(dtype)
-        self._starts = [0]
-        for block in blocks:
-            self._starts.append(self._starts[-1] + block.entry.tokens)
+        self._starts = [0, *itertools.accumulate(block.entry.tokens for block in blocks)]
+        # What a read needs is looked up by the number of the block or of its tar: a read takes microseconds.
+        places = [(block.prefix, block.entry.shard) for block in blocks]
+        self._tars = list(dict.fromkeys(places))
+        numbers = {place: number for number, place in enumerate(self._tars)}
+        self._tar_of = [numbers[place] for place in places]
+        self._first = [block.entry.offset // self._dtype.itemsize for block in blocks]
+        self._views: list[Stored | None] = [None] * len(self._tars)
+        self._mapped: deque[int] = deque()
         self._verified = bytearray(len(blocks))
 
     def __len__(self) -> int:
@@ -77,15 +82,24 @@ class TokenStream:
 
         Raises IndexError when they are not all there, DamagedData when a stored block is not what was committed.
         """
-        result = np.empty(length, dtype=np.int64)
-        self._copy(start, result)
-        return result
+        sequence: Tokens = self.read_many([start], length)[0]
+        return sequence
 
     def read_many(self, starts: Sequence[int] | Tokens, length: int) -> Tokens:
         """Return int64[len(starts), length]: `length` tokens from each of the positions on. Raises as `read` does."""
         result = np.empty((len(starts), length), dtype=np.int64)
-        for row, start in zip(result, starts, strict=True):
-            self._copy(int(start), row)
+        size = len(self)
+        for row, start in enumerate(np.asarray(starts, dtype=np.int64).tolist()):
+            if start < 0 or start + length > size:
+                raise IndexError(f"[{start}, {start + length}) is not inside a stream of {size} tokens")
+            number = bisect.bisect_right(self._starts, start) - 1
+            done = 0
+            while done < length:
+                taken = min(length - done, self._starts[number + 1] - start - done)
+                first = self._first[number] + start + done - self._starts[number]
+                result[row, done : done + taken] = self._view(number)[first : first + taken]
+                done += taken
+                number += 1
         return result
 
     def document_ends(self, start: int, stop: int) -> Tokens:
@@ -100,49 +114,47 @@ class TokenStream:
         ends = np.concatenate(found)
         return ends[(ends > start) & (ends <= stop)]
 
-    def _copy(self, start: int, result: Tokens) -> None:
-        length = len(result)
-        if start < 0 or start + length > self._starts[-1]:
-            raise IndexError(f"[{start}, {start + length}) is not inside a stream of {len(self)} tokens")
-        number = bisect.bisect_right(self._starts, start) - 1
-        done = 0
-        while done < length:
-            within = start + done - self._starts[number]
-            ids = self._ids(number)
-            taken = min(length - done, len(ids) - within)
-            result[done : done + taken] = ids[within : within + taken]
-            done += taken
-            number += 1
-
-    def _ids(self, number: int) -> npt.NDArray[np.generic]:
-        entry = self._blocks[number].entry
-        return np.frombuffer(self._data(number), self._dtype, entry.tokens, entry.offset)
-
     def _ends(self, number: int) -> Tokens:
         entry = self._blocks[number].entry
-        return np.frombuffer(self._data(number), "<u4", entry.documents, entry.ends_offset).astype(np.int64)
+        first = entry.ends_offset // 4
+        return self._view(number).view("<u4")[first : first + entry.documents].astype(np.int64)
 
-    def _data(self, number: int) -> mmap.mmap:
-        """The tar of a block, which is checked on the first touch."""
-        block = self._blocks[number]
-        data = self._shards.open(block.prefix, block.entry.shard)
-        if self._verified[number]:
-            return data
-        if not self._is_whole(block.entry, data) and self._shards.forget_copy(block.prefix, block.entry.shard):
-            data = self._shards.open(block.prefix, block.entry.shard)
-        if not self._is_whole(block.entry, data):
+    def _view(self, number: int) -> Stored:
+        """The whole tar of a block as one array of ids; the block is checked on its first touch."""
+        view = self._views[self._tar_of[number]]
+        if view is None:
+            view = self._map(self._tar_of[number])
+        if not self._verified[number]:
+            view = self._verify(number, view)
+        return view
+
+    def _map(self, tar: int) -> Stored:
+        view = np.frombuffer(self._shards.map(*self._tars[tar]), self._dtype)
+        self._views[tar] = view
+        self._mapped.append(tar)
+        if len(self._mapped) > MAPPED_SHARDS:
+            self._views[self._mapped.popleft()] = None
+        return view
+
+    def _verify(self, number: int, view: Stored) -> Stored:
+        prefix, shard = place = self._tars[self._tar_of[number]]
+        if not self._is_whole(number, view) and self._shards.forget_copy(*place):
+            self._mapped.remove(self._tar_of[number])
+            view = self._map(self._tar_of[number])
+        if not self._is_whole(number, view):
             raise DamagedData(
-                f"{self._shards.describe(block.prefix, block.entry.shard)} is damaged: the block at byte "
-                f"{block.entry.offset:,} is not what was committed. Delete the folder {block.prefix} and prepare the "
-                "dataset again."
+                f"{self._shards.describe(prefix, shard)} is damaged: the block at byte "
+                f"{self._blocks[number].entry.offset:,} is not what was committed. Delete the folder {prefix} and "
+                "prepare the dataset again."
             )
         self._verified[number] = 1
-        return data
+        return view
 
-    def _is_whole(self, entry: BlockEntry, data: mmap.mmap) -> bool:
-        with memoryview(data) as view:
-            digest = hashlib.sha256(view[entry.offset : entry.offset + entry.tokens * self._dtype.itemsize])
-            digest.update(view[entry.ends_offset : entry.ends_offset + 4 * entry.documents])
+    def _is_whole(self, number: int, view: Stored) -> bool:
+        entry = self._blocks[number].entry
+        data = view.view(np.uint8).data
+        digest = hashlib.sha256(data[entry.offset : entry.offset + entry.tokens * self._dtype.itemsize])
+        digest.update(data[entry.ends_offset : entry.ends_offset + 4 * entry.documents])
         return digest.hexdigest() == entry.sha256
 
 
@@ -156,24 +168,16 @@ class ShardFiles:
         self._files = files
         self._cache_dir = cache_dir
         self._cache_bytes = cache_bytes
-        self._open: OrderedDict[tuple[str, str], mmap.mmap] = OrderedDict()
 
-    def open(self, prefix: str, shard: str) -> mmap.mmap:
+    def map(self, prefix: str, shard: str) -> mmap.mmap:
         """Return the mapped tar. Raises DamagedData when it is missing or its size is not what was committed."""
-        known = self._open.get((prefix, shard))
-        if known is not None:
-            return known
         path = self._storage.local_path(f"{prefix}/{shard}") or self._cached(prefix, shard)
-        self._open[prefix, shard] = mapped = self._map(path, prefix, shard)
-        if len(self._open) > OPEN_SHARDS:
-            self._open.popitem(last=False)  # arrays that were handed out keep their map alive
-        return mapped
+        return self._map(path, prefix, shard)
 
     def forget_copy(self, prefix: str, shard: str) -> bool:
         """Remove the local copy of a tar; return False when there is none, because the store is a folder."""
         if self._storage.local_path(f"{prefix}/{shard}") is not None:
             return False
-        self._open.pop((prefix, shard), None)
         self._cache_path(prefix, shard).unlink(missing_ok=True)
         return True
 

@@ -77,7 +77,7 @@ def _spells_all(vocab: dict[str, int], spell: Callable[[int], str]) -> bool:
 
 def _byte_level_length(token: str) -> int:
     """Each character of a byte-level token stands for one byte; a token with others is an entry for itself."""
-    return len(token) if all(character in _ALPHABET for character in token) else len(token.encode("utf-8"))
+    return len(token) if _ALPHABET.issuperset(token) else len(token.encode("utf-8"))
 
 
 def _byte_fallback_length(token: str) -> int:

@@ -12,7 +12,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from data_prep.config import TokenizerConfig
 from data_prep.dataset import PrepareProgress
 from data_prep.plan import Layout
+from data_prep.split import Split
 from data_prep.units import DOCUMENT_RECORD
+from headrace.digest import sha256_bytes
 from headrace.errors import ConfigError, DamagedData, InputError, Retryable, StorageFull
 from headrace.storage import Storage
 from tests.data_prep.corpus import (
@@ -462,19 +464,19 @@ def test_skipped_documents_are_counted_by_reason(store, tmp_path, work_dir, smal
     assert result.counts.documents + sum(result.counts.skipped.values()) == len(path.read_bytes().split(b"\n"))
 
 
-@pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_document_that_must_not_be_skipped_is_named(
-    store, tmp_path, work_dir, small_tokenizer, monkeypatch, scan, processes
-):
-    if not scan:  # as in a corpus too large to be read beforehand: the process that builds the unit finds it
-        monkeypatch.setattr("data_prep.split.SCAN_BYTES", 0)
-    write_files(tmp_path / "text", 4)
-    path = mixed(tmp_path / "text/a.jsonl")
+@pytest.mark.parametrize("early", [True, False])
+def test_a_document_that_must_not_be_skipped_is_named(store, tmp_path, work_dir, small_tokenizer, early, processes):
+    # The beginning of the corpus is read before anything else; later faults are found by the process that tokenises.
+    write_files(tmp_path / "text", 6, words=20 if early else 8000)
+    path = mixed(tmp_path / "z.jsonl")
     offset = path.read_bytes().index(b"\xe9")
-    with pytest.raises(InputError, match=rf"a.jsonl, byte {offset}: byte 0xe9 is not UTF-8. Correct the file, or set"):
-        prepare_small(store, work_dir, tmp_path / "text", tokenizer=small_tokenizer, processes=processes)
+    options = {"tokenizer": small_tokenizer, "processes": processes, "validation_fraction": 0.4}
+    options["inputs"] = ({"path": str(tmp_path / "text")}, {"path": str(path)})
+    with pytest.raises(InputError, match=rf"z.jsonl, byte {offset}: byte 0xe9 is not UTF-8. Correct the file, or set"):
+        prepare_small(store, work_dir, tmp_path / "text", **options)
     assert store.list("datasets") == []
+    assert bool(units_on(store)) is not early
 
 
 def test_empty_documents_are_no_fault(store, tmp_path, work_dir, small_tokenizer):
@@ -483,24 +485,23 @@ def test_empty_documents_are_no_fault(store, tmp_path, work_dir, small_tokenizer
     assert (result.counts.documents, result.counts.skipped) == (2, {"empty": 2})
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_an_empty_corpus_is_refused(store, tmp_path, work_dir, small_tokenizer, monkeypatch, scan):
-    if not scan:
-        monkeypatch.setattr("data_prep.split.SCAN_BYTES", -1)
+def test_an_empty_corpus_is_refused(store, tmp_path, work_dir, small_tokenizer):
     (tmp_path / "a.txt").write_bytes(b"")
     with pytest.raises(InputError, match=r"corpus is empty: none of its 1 files \(.*a.txt\) holds a document"):
         prepare_small(store, work_dir, tmp_path / "a.txt", tokenizer=small_tokenizer)
     assert store.list("datasets") == []
 
 
-def test_a_large_corpus_without_validation_is_refused(store, tmp_path, work_dir, small_tokenizer, monkeypatch):
-    monkeypatch.setattr("data_prep.split.SCAN_BYTES", 0)
-    write_files(tmp_path / "text", 5)
+def test_a_corpus_that_is_all_validation_is_refused(store, tmp_path, work_dir, small_tokenizer):
+    held = [
+        text for text in (f"document {i}" for i in range(20)) if Split(0.4).is_validation(sha256_bytes(text.encode()))
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", held[:3])
     with pytest.raises(
         InputError,
-        match=r"None of the 5 documents fell into the validation split with data.validation_fraction=1e-09. Give",
+        match=r"None of the 3 documents fell into the train split with data.validation_fraction=0.4. Give a smaller",
     ):
-        prepare_small(store, work_dir, tmp_path / "text", tokenizer=small_tokenizer, validation_fraction=1e-9)
+        prepare_small(store, work_dir, path, tokenizer=small_tokenizer, validation_fraction=0.4)
 
 
 def test_tiny_corpora_work(store, tmp_path, work_dir):

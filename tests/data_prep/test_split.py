@@ -4,7 +4,7 @@ import pytest
 
 from data_prep.split import FLOOR_BYTES, Split, choose_split
 from headrace.errors import InputError
-from tests.data_prep.corpus import piece_of, write_files, write_jsonl
+from tests.data_prep.corpus import piece_of, write_jsonl
 
 
 def digest(text: str) -> str:
@@ -97,7 +97,14 @@ def test_a_fault_is_found_before_anything_is_trained(tmp_path):
         choose_split([piece_of(tmp_path / "bad.txt")], 0.1, "skip")
 
 
-def test_a_large_corpus_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.split.SCAN_BYTES", 100)
-    write_files(tmp_path, 3)
-    assert choose_split([piece_of(path) for path in tmp_path.rglob("*.txt")], 1e-9, "fail") == Split(1e-9)
+def test_a_corpus_with_enough_is_read_no_further(tmp_path):
+    texts = [f"{i} " * 500 for i in range(400)]
+    pieces = pieces_of(tmp_path, texts)
+    (tmp_path / "unread.txt").write_bytes(b"\xff")
+    assert choose_split([*pieces, piece_of(tmp_path / "unread.txt")], 0.1, "fail") == Split(0.1)
+
+
+def test_a_large_corpus_of_few_documents_holds_one_out(tmp_path):
+    texts = [f"book {i} " * 40_000 for i in range(12)]  # 4 MB; most likely none of 12 is among 2 in a thousand
+    split = choose_split(pieces_of(tmp_path, texts), 0.002, "fail")
+    assert split.promoted == {min(map(digest, texts))}

@@ -77,11 +77,11 @@ def test_what_is_not_there_is_an_index_error(dataset, tmp_path):
 
 
 def test_few_tars_are_open_at_a_time(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.stream.OPEN_SHARDS", 2)
+    monkeypatch.setattr("data_prep.stream.MAPPED_SHARDS", 2)
     ids, _ = flat(dataset, "train")
     stream = dataset.stream("train", tmp_path / "cache")
     assert stream.read(0, len(ids)).tolist() == ids
-    assert len(stream._shards._open) == 2
+    assert sum(view is not None for view in stream._views) == 2
 
 
 def some_block(dataset):
