@@ -25,7 +25,14 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 def _as_failure(report: ReportT) -> ReportT:
     if report.outcome == "skipped":
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
-        report.longrepr = f"skipped, and a skip is a failure in CI: {reason}"
+        report.longrepr = f"skipped, and a skip is a failure in CI: {_reason(report)}"
+        vars(report).pop("wasxfail", None)  # pytest does not count a failure that was expected
     return report
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    if hasattr(report, "wasxfail"):
+        return str(report.wasxfail).removeprefix("reason: ")
+    found = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return found.removeprefix("Skipped: ")
