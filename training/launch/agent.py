@@ -38,15 +38,14 @@ SHUTDOWN_SECONDS = 5
 KILL_GRACE_SECONDS = 1.0
 """Between asking the last processes to end and killing them; they had their time before."""
 
+STOPPED_EARLY = "Stopped before the ranks had started; nothing is lost."
+
 OUTCOME_NAME = "outcome.json"
 PROCESSES_NAME = "processes.json"
 
 
 class Agent:
     """Runs one attempt on this machine."""
-
-    rank_module = "training.main"
-    """What every rank runs: `python -m <rank_module> <work_dir>/attempt.json`."""
 
     def __init__(self, spec: AttemptSpec, attempt_file: Path, parent_pid: int) -> None:
         self._spec = spec
@@ -102,7 +101,7 @@ class Agent:
             *("--standalone", "--max-restarts=0", f"--nproc-per-node={launch.ranks_per_node}"),
             *("--monitor-interval=0.2", f"--shutdown-timeout={SHUTDOWN_SECONDS}"),
             *("--log-dir", str(self._logs), "--redirects=3"),
-            *("-m", self.rank_module, str(self._attempt_file)),
+            *("-m", "training.main", str(self._attempt_file)),
         ]
         self._logs.mkdir(parents=True, exist_ok=True)
         with (self._logs / "torchrun.log").open("ab") as log:
@@ -120,17 +119,19 @@ class Agent:
             if os.getppid() != self._parent_pid:
                 return _failed("ParentEnded", "The process that launched the attempt ended.")
             self._record_processes()
-            if self._stop_since is not None and (overdue := self._pass_on_stop(torchrun.pid)):
-                return overdue
             if hang := self._detector.look(time.monotonic()):
                 step = hang.beat.step if hang.beat else None
                 return _failed("Hang", hang.describe(), rank=hang.rank, step=step)
+            if self._stop_since is not None and (stopped := self._pass_on_stop(torchrun.pid)):
+                return stopped
             time.sleep(POLL_SECONDS)
         return None
 
     def _pass_on_stop(self, torchrun_pid: int) -> AttemptOutcome | None:
-        """Ask the ranks to save and end; after the grace time, give the verdict that ends them."""
+        """Ask the ranks to save and end; give the verdict when they cannot, or do not within the grace time."""
         assert self._stop_since is not None
+        if len(self._detector.beats()) < self._spec.run.launch.world_size:
+            return AttemptOutcome(kind="stopped", message=STOPPED_EARLY)
         if not self._stop_passed_on:
             self._stop_passed_on = True
             # Not through torchrun: it would give the ranks a time limit of its own.

@@ -22,7 +22,7 @@ from headrace.events import EventTail, EventWriter
 from headrace.process import pid_alive
 from headrace.storage import Storage
 from training.checkpoint.catalog import newest_commit
-from training.launch.agent import KILL_GRACE_SECONDS, OUTCOME_NAME, PROCESSES_NAME
+from training.launch.agent import KILL_GRACE_SECONDS, OUTCOME_NAME, PROCESSES_NAME, STOPPED_EARLY
 from training.launch.diagnosis import AttemptOutcome
 from training.run_spec import AttemptSpec, RunSpec
 
@@ -64,7 +64,7 @@ def run_attempt(
         _end_agent(agent, spec)
         _publish_leftovers(storage, spec)
     _pass_on(tail, on_event)
-    return _outcome(storage, spec, agent.returncode)
+    return _outcome(storage, spec, agent.returncode, stop_sent=stop_sent)
 
 
 def is_finished(storage: Storage, run: RunSpec) -> bool:
@@ -133,11 +133,13 @@ def _publish_leftovers(storage: Storage, spec: AttemptSpec) -> None:
         writer.close()
 
 
-def _outcome(storage: Storage, spec: AttemptSpec, agent_exit: int | None) -> AttemptOutcome:
+def _outcome(storage: Storage, spec: AttemptSpec, agent_exit: int | None, *, stop_sent: bool) -> AttemptOutcome:
     path = spec.work_path / OUTCOME_NAME
     try:
         outcome = AttemptOutcome.model_validate_json(path.read_bytes())
     except (FileNotFoundError, ValidationError):
+        if stop_sent and agent_exit == -signal.SIGTERM:
+            return AttemptOutcome(kind="stopped", message=STOPPED_EARLY)  # it had not yet learned what the signal means
         how = f"was killed by {signal.Signals(-agent_exit).name}" if agent_exit and agent_exit < 0 else "failed"
         message = f"The agent of attempt {spec.attempt} {how}. Log: {spec.work_path / 'agent.log'}"
         outcome = AttemptOutcome(kind="failed", message=message, error_kind="AgentEnded")

@@ -70,7 +70,7 @@ def test_a_flipped_bit_in_any_file_is_found(folder, file):
     assert tensors.keys() == expected.keys()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(file=st.sampled_from(FILES), bit=st.integers(min_value=0, max_value=8 * 100_000))
 def test_no_flipped_bit_changes_a_value_that_is_loaded(pristine, folder, file, bit):
     path = newest(folder) / file

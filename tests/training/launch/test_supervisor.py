@@ -132,6 +132,11 @@ def test_a_stop_lets_the_ranks_save(prepare):
     assert outcome.error() is None
 
 
+def test_a_stop_before_the_ranks_are_there_ends_at_once(prepare):
+    outcome = run(prepare({0: {"act": "wait"}, 1: {"act": "wait"}}), should_stop=lambda: True)
+    assert (outcome.kind, outcome.step) == ("stopped", None)
+
+
 def test_ranks_that_do_not_stop_are_killed_after_the_grace_time(prepare):
     spec = prepare({0: {"act": "wait", "deaf": True}, 1: {"act": "wait", "deaf": True}}, stop_grace_seconds=0.5)
     outcome = run(spec, should_stop=lambda: reached(spec, 5))

@@ -37,16 +37,24 @@ def launch(text_dataset, run, tmp_path, should_stop=lambda: False):
     return spec, outcome
 
 
-def test_a_killed_rank_is_named_and_the_next_attempt_finishes_the_run(text_dataset, tmp_path, monkeypatch):
-    run = run_of(text_dataset, "e")
+def launch_and_lose_a_rank(text_dataset, run, tmp_path, monkeypatch):
     kill = {"point": "step.middle", "step": 3, "rank": 1, "action": "kill"}
     monkeypatch.setenv("HEADRACE_FAULTS", plan_faults(tmp_path / "faults", kill))
-    _, outcome = launch(text_dataset, run, tmp_path)
+    return launch(text_dataset, run, tmp_path)
+
+
+def test_a_killed_rank_is_named(text_dataset, tmp_path, monkeypatch):
+    _, outcome = launch_and_lose_a_rank(text_dataset, run_of(text_dataset, "e"), tmp_path, monkeypatch)
     assert (outcome.kind, outcome.error_kind, outcome.rank, outcome.step) == ("failed", "SIGKILL", 1, 2)
     assert "Rank 1 was killed by SIGKILL after step 2, in phase 'forward_backward'." in outcome.message
     assert Path(outcome.log).is_file()
     assert {path.stem for path in (tmp_path / "faults").glob("*.pid")} == {"agent", "torchrun", "rank:0", "rank:1"}
 
+
+@pytest.mark.slow
+def test_the_attempt_after_a_killed_rank_finishes_the_run(text_dataset, tmp_path, monkeypatch):
+    run = run_of(text_dataset, "c")
+    launch_and_lose_a_rank(text_dataset, run, tmp_path, monkeypatch)
     again, outcome = launch(text_dataset, run, tmp_path)
     assert (outcome.kind, outcome.step) == ("finished", 4)
     storage = Storage.open(text_dataset.root)
