@@ -4,7 +4,6 @@ A version is found again by its export key. The alias moves only to a model with
 evaluation; a champion that was scored on another one is first scored on this one.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -104,8 +103,6 @@ def _decide(
 ) -> tuple[bool, str]:
     """Whether this version is the champion now, and why."""
     mine = evaluated.bits_per_byte
-    if not math.isfinite(mine):
-        return False, f"its bits per byte are {mine}, so it cannot be the champion"
     holder = registry.version_by_alias(version.name, CHAMPION)
     if holder is not None and holder.version == version.version:
         return True, "it is the champion"
