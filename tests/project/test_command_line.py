@@ -107,7 +107,7 @@ def test_validate_gives_one_json_document(tmp_path: Path):
         (["validate", str(ROOT / "configs/quickstart.yaml"), "--set", "model.layers=2"], "num_layers"),
         (["run", str(ROOT / "configs/quickstart.yaml"), "--set", "layout.micro_batch_size=7"], "global_batch_size"),
         (["validate"], "CONFIG"),
-        (["vaildate"], "vaildate"),
+        (["unknown"], "unknown"),
         (["runs", "ls", "--all"], "--all"),
     ],
     ids=lambda value: " ".join(value).replace(str(ROOT), "") if isinstance(value, list) else "",

@@ -1,6 +1,7 @@
 """The arrows between the layers, and what loads when a module is imported."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,6 +75,7 @@ def module_name(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts)
 
 
+@functools.cache
 def loaded_names(file: Path) -> set[str]:
     """Top-level names of everything that a module imports when it runs, by statement or by a literal to importlib."""
     found: set[str] = set()
