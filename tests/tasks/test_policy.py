@@ -1,0 +1,45 @@
+"""The class of an error says whether another try is worth it."""
+
+import pytest
+from prefect.states import Completed, Crashed, Failed
+
+from headrace import errors
+from tasks.evaluate import evaluate
+from tasks.export import export
+from tasks.policy import RETRY_DELAYS, worth_another_try
+from tasks.prepare import prepare
+from tasks.register import register
+from tasks.train import train
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (errors.AttemptFailed("a rank died"), True),
+        (errors.StorageUnavailable("503"), True),
+        (errors.TrackingUnavailable("away"), True),
+        (errors.Terminal("exhausted"), False),
+        (errors.ConfigError("vocab"), False),
+        (errors.InputError("empty"), False),
+        (errors.DamagedData("digest"), False),
+        (errors.Cancelled("stopped"), False),
+        (errors.StorageFull("no room"), False),
+        (RuntimeError("a defect"), False),
+    ],
+)
+def test_the_class_of_the_error_decides(error, again):
+    assert worth_another_try(None, None, Failed(data=error)) is again
+
+
+def test_only_an_error_is_worth_another_try():
+    assert not worth_another_try(None, None, Completed(data=1))
+    assert not worth_another_try(None, None, Crashed(data=KeyboardInterrupt()))
+
+
+@pytest.mark.parametrize("stage", [prepare, train, export, evaluate, register])
+def test_every_stage_asks_this_policy_and_nobody_else(stage):
+    assert stage.retry_condition_fn is worth_another_try
+    assert stage.retry_delay_seconds == RETRY_DELAYS
+    assert stage.retries >= 5
+    assert not stage.persist_result
+    assert repr(stage.cache_policy) == "NO_CACHE" or stage.cache_policy.compute_key(None, {}, {}) is None
