@@ -5,7 +5,6 @@ One run is killed many times, at steps that follow each other: what has to be tr
 
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
