@@ -67,7 +67,7 @@ class UnitPlan:
 def group(files: Iterable[SourceFile], data: DataConfig) -> list[Group]:
     """Read and hash every file, and return the groups: by input, then buckets by number, then ranges by name."""
     files = list(files)
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=min(8, len(os.sched_getaffinity(0)))) as pool:
         pieces_of = list(pool.map(lambda file: _pieces(file, data.range_bytes), files))
     groups: list[Group] = []
     for index in range(len(data.inputs)):

@@ -10,6 +10,7 @@ would only do the same work twice.
 import logging
 import os
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +38,7 @@ from headrace.commit import Commit, check_files, read_commit, write_commit
 from headrace.digest import digest_json, sha256_bytes, short
 from headrace.errors import DamagedData, InputError
 from headrace.lease import LeaseHolder, hold
-from headrace.process import pid_alive
+from headrace.process import machine_id, pid_alive
 from headrace.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -307,12 +308,12 @@ def _check_splits(counts: DatasetCounts, units: list[UnitPlan], data: DataConfig
 
 
 def _scratch_folder(work_dir: Path) -> Path:
-    """Make a scratch folder of this process, and remove those of processes that were killed."""
+    """Make a scratch folder of this call, and remove those of processes of this machine that were killed."""
+    # Process ids mean something only to the machine (or container) that gave them.
+    own = f"prepare-{short(sha256_bytes(machine_id().encode()))}"
     work_dir.mkdir(parents=True, exist_ok=True)
-    for old in work_dir.glob("prepare-*"):
-        pid = old.name.removeprefix("prepare-")
-        if pid.isdigit() and not pid_alive(int(pid)):
+    for old in work_dir.glob(f"{own}-*"):
+        pid = int(old.name.split("-")[2])
+        if not pid_alive(pid):
             shutil.rmtree(old, ignore_errors=True)
-    scratch = work_dir / f"prepare-{os.getpid()}"
-    scratch.mkdir(exist_ok=True)
-    return scratch
+    return Path(tempfile.mkdtemp(prefix=f"{own}-{os.getpid()}-", dir=work_dir))

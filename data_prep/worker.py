@@ -29,6 +29,7 @@ def main() -> None:
     """Serve units until the input ends."""
     # The tar writer works without torch. Loading it would cost each process 1.4 s and 180 MiB.
     sys.modules["torch"] = None  # type: ignore[assignment]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers itself
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     answers = _private_output()
     setup = json.loads(sys.stdin.buffer.readline())

@@ -45,7 +45,7 @@ def build_units(
     The first failure ends the others and is raised: what `build_unit` raises, Retryable when a process was killed, or
     HeadraceError when it failed in another way. Units that were committed by then stay.
     """
-    count = min(processes or os.cpu_count() or 1, len(units))
+    count = min(processes or len(os.sched_getaffinity(0)), len(units))
     if count <= 1 or storage.root_url.startswith("memory://"):  # other processes would have a memory of their own
         _build_here(storage, units, tokenizer, scratch, report)
         return
@@ -56,11 +56,14 @@ def build_units(
         "tokenizer": TOKENIZER.dump_python(tokenizer, mode="json"),
     }
     pool = _Pool(units, setup, count)
+    built = 0
     try:
         for unit, message in pool.messages():
             _handle(unit, message, report)
+            built += message["kind"] == "built"
     finally:
         pool.stop()
+    assert built == len(units), f"{built} of {len(units)} units were built, but no process reported a fault"
 
 
 def _build_here(
