@@ -37,7 +37,7 @@ from training.optim.adamw import build_adamw
 from training.optim.schedule import Schedule
 from training.origin import read_origin
 from training.parallel.engine import Engine
-from training.parallel.world import World, join_world
+from training.parallel.world import World, join_world, keep_freed_memory
 from training.rng import seed_rank
 from training.run_spec import AttemptSpec, RankResult, RunSpec, read_attempt
 from training.sink import Sink
@@ -95,6 +95,7 @@ def run_rank(spec: AttemptSpec, rank: int, stop: threading.Event) -> RankResult:
 
 def _train(spec: AttemptSpec, sink: Sink, stop: threading.Event) -> Outcome:
     sink.phase("start")
+    keep_freed_memory()
     set_threads(spec.run)
     storage = Storage.open(spec.storage_root)
     world = join_world(spec.run.layout, timeout_seconds=3 * spec.run.launch.hang_timeout_seconds)
