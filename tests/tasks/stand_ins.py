@@ -79,7 +79,7 @@ class FakeRanks:
     """Stands for `run_attempt`: steps, saves and events as the ranks make them, and an end for each launch."""
 
     ends: list[Any] = field(default_factory=list)
-    """For each launch: None to finish, a step to be killed after, an exception to raise, or a function to call."""
+    """For each launch: None to finish; a step to be killed after; or (step, how), where how is raised or returned."""
     specs: list[AttemptSpec] = field(default_factory=list)
 
     def __call__(
@@ -90,46 +90,42 @@ class FakeRanks:
         on_event: Callable[[dict[str, Any]], None],
         should_stop: Callable[[], bool],
     ) -> AttemptOutcome:
-        end = self.ends[len(self.specs)] if len(self.specs) < len(self.ends) else None
+        number = len(self.specs)
+        end = self.ends[number] if number < len(self.ends) else None
+        last, how = end if isinstance(end, tuple) else (end, None)
         self.specs.append(spec)
         spec.write()
         writer, tail = EventWriter(spec.events_path, spec.attempt), EventTail(spec.events_path)
-        last = end if isinstance(end, int) else spec.run.training.steps
+        try:
+            outcome = self._train(storage, spec, writer, last or spec.run.training.steps, should_stop)
+            if isinstance(how, BaseException):
+                raise how
+        finally:
+            writer.close()
+            for event in tail.new():
+                on_event(event)
+        return how or outcome
+
+    def _train(
+        self, storage: Storage, spec: AttemptSpec, writer: EventWriter, last: int, should_stop: Callable[[], bool]
+    ) -> AttemptOutcome:
         first = spec.restore.step if spec.restore else 0
         if first == 0:
             writer.append("evaluation", step=0, loss=6.0, perplexity=400.0, bits_per_byte=4.5, tokens=9, seconds=0.1)
         for step in range(first + 1, last + 1):
             if should_stop():
-                return self._end(writer, tail, on_event, AttemptOutcome(kind="stopped", message="Stopped.", step=step))
+                return AttemptOutcome(kind="stopped", message="Stopped.", step=step)
             writer.append("step", step=step, loss=6.0 / step, grad_norm=1.0, tokens_per_second=100.0)
             if step % spec.run.checkpoint.save_every == 0 or step == spec.run.training.steps:
                 writer.append("save.begun", step=step)
                 writer.publish(storage, spec.run.run_prefix)
                 commit_checkpoint(storage, spec, step)
                 writer.append("save.committed", step=step, seconds=0.1, bytes=10)
-            for event in tail.new():
-                on_event(event)
-        if callable(end):
-            end()
-        if isinstance(end, BaseException):
-            raise end
-        if isinstance(end, AttemptOutcome):
-            return self._end(writer, tail, on_event, end)
         if is_finished(storage, spec.run):
             writer.append("finished", step=last, tokens_seen=1)
             writer.publish(storage, spec.run.run_prefix)
-            return self._end(writer, tail, on_event, AttemptOutcome(kind="finished", message="Finished.", step=last))
-        killed = AttemptOutcome(kind="failed", message=f"Rank 1 was killed (launch {len(self.specs)}).")
-        return self._end(writer, tail, on_event, killed)
-
-    @staticmethod
-    def _end(
-        writer: EventWriter, tail: EventTail, on_event: Callable[[dict[str, Any]], None], outcome: AttemptOutcome
-    ) -> AttemptOutcome:
-        writer.close()
-        for event in tail.new():
-            on_event(event)
-        return outcome
+            return AttemptOutcome(kind="finished", message="Finished.", step=last)
+        return AttemptOutcome(kind="failed", message=f"Rank 1 was killed (launch {len(self.specs)}).")
 
 
 @dataclass

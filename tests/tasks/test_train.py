@@ -99,13 +99,13 @@ def test_the_same_command_again_may_try_again_after_such_an_end(space, run, rank
 
 def test_a_failure_that_trying_again_cannot_cure_is_raised_as_it_is(space, run, ranks):
     refused = AttemptOutcome(kind="failed", message="vocab_size", error_kind="ConfigError", retryable=False)
-    ranks.ends = [refused]
+    ranks.ends = [(3, refused)]
     with pytest.raises(ConfigError, match="vocab_size"):
         train.fn(space, run, TrainingSession())
 
 
 def test_a_stop_from_outside_is_saved_and_resumable(space, run, ranks):
-    ranks.ends = [AttemptOutcome(kind="stopped", message="Stopped and saved at step 6.", step=6)]
+    ranks.ends = [(6, AttemptOutcome(kind="stopped", message="Stopped and saved at step 6.", step=6))]
     with pytest.raises(Cancelled, match=r"Stopped and saved at step 6\. The same command continues") as caught:
         train.fn(space, run, TrainingSession())
     assert caught.value.exit_code == 3
@@ -141,7 +141,7 @@ def test_a_later_attempt_of_somebody_else_ends_this_one(space, run, ranks, monke
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), RuntimeError("a defect")])
 def test_the_attempt_is_killed_in_mlflow_whatever_ends_the_task(space, run, ranks, end):
-    ranks.ends = [end]
+    ranks.ends = [(5, end)]
     with pytest.raises(type(end)):
         train.fn(space, run, TrainingSession())
     assert attempts_in_mlflow(space, run) == {1: "KILLED"}
