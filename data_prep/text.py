@@ -20,7 +20,7 @@ from data_prep.sources import FileFormat
 from headrace.digest import sha256_bytes
 from headrace.errors import InputError
 
-PIECE_BYTES = 2**20
+PIECE_BYTES = 2**18
 """Longest piece given to the tokenizer in one go: its memory is about 140 bytes for each byte of text."""
 
 # Before white space: after an ASCII letter or digit, after a CJK ideograph (U+5000 to U+8FFF), or, when it is a blank,
