@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from data_prep.config import DataConfig, InputConfig, TokenizerConfig
@@ -105,3 +106,15 @@ def open_result(store: Storage, result: PrepareResult) -> Dataset:
 def store_digests(store: Storage, *prefixes: str) -> dict[str, str]:
     """SHA-256 of every stored object, by key."""
     return {key: store.sha256(key) for prefix in prefixes for key in store.list(prefix)}
+
+
+def units_on(store: Storage) -> set[str]:
+    return {key.split("/")[1] for key in store.list("units") if key.endswith("COMMIT.json")}
+
+
+def plan_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **fault: Any) -> None:
+    """Plan one fault for this process and those it starts."""
+    (tmp_path / "faults").mkdir(exist_ok=True)
+    plan = tmp_path / "faults.json"
+    plan.write_text(json.dumps({"dir": str(tmp_path / "faults"), "faults": [fault]}))
+    monkeypatch.setenv("HEADRACE_FAULTS", str(plan))
