@@ -28,6 +28,9 @@ CPU_TOKENS = 1_000_000
 GPU_TOKENS = 200_000_000
 MOST_EPOCHS = 12
 GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
+CPU_FILE = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
+"""Instructions without which a CPU emulates bfloat16, about thirty times slower than float32."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,14 @@ class Machine:
 
     cores: int
     gpus: int
+    bfloat16: bool = True
+    """Whether it computes in bfloat16 by instructions of its own."""
 
     @classmethod
     def here(cls) -> "Machine":
         """This machine, asked without loading torch."""
         gpus = len(list(GPU_FOLDER.iterdir())) if GPU_FOLDER.is_dir() else 0
-        return cls(len(os.sched_getaffinity(0)), gpus)
+        return cls(len(os.sched_getaffinity(0)), gpus, bool(gpus) or _cpu_has(BFLOAT16_FLAGS))
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Sizes:
     ranks: int
     steps: int
     learning_rate: float
+    precision: str
 
     @property
     def tokens(self) -> int:
@@ -96,7 +102,17 @@ def choose_sizes(corpus_bytes: int, machine: Machine) -> Sizes:
         ranks=ranks,
         steps=steps,
         learning_rate=3e-3 if dim <= 256 else 1e-3,
+        precision="bfloat16" if machine.bfloat16 else "float32",
     )
+
+
+def _cpu_has(flags: Sequence[str]) -> bool:
+    try:
+        lines = CPU_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    known = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
+    return any(flag in known for flag in flags)
 
 
 def _step(value: int, limits: Sequence[tuple[int, T]], beyond: T) -> T:
@@ -143,11 +159,11 @@ def _render(data: str, name: str, files: list[SourceFile], sizes: Sizes, machine
 #
 # Every field is described in docs/guide.md; `headrace validate FILE --show` prints all of them with their values.
 
-name: {name}                     # of the run and of the registered model
+name: {_scalar(name)}                   # of the run and of the registered model
 seed: 1
 
 data:
-  name: {name}
+  name: {_scalar(name)}
   inputs:
     - path: {_scalar(data)}      # a folder, a file or a glob; relative to where the command is given
       format: auto               # source and txt: one document a file; jsonl: one document a line
@@ -170,6 +186,7 @@ training:                        # {sizes.tokens / 1e6:,.2f} million tokens: abo
   steps: {sizes.steps}
   global_batch_size: {sizes.global_batch_size}          # sequences in one step, over all ranks
   seq_len: {sizes.seq_len}
+  precision: {sizes.precision}           # float32 on a CPU without instructions for bfloat16
 
 optimizer:
   learning_rate: {sizes.learning_rate:.1e}

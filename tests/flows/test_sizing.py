@@ -118,3 +118,32 @@ def test_this_machine_is_asked_without_torch(tmp_path, monkeypatch):
     for bus in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / bus).mkdir()
     assert Machine.here().gpus == 2
+
+
+@pytest.mark.parametrize(("bfloat16", "precision"), [(True, "bfloat16"), (False, "float32")])
+def test_a_cpu_that_emulates_bfloat16_gets_float32(texts: Path, bfloat16: bool, precision: str) -> None:
+    document = yaml.safe_load(write_config(str(texts), "x", Machine(2, 0, bfloat16=bfloat16)))
+    assert document["training"]["precision"] == precision
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "known"),
+    [
+        ("flags\t\t: fpu avx2\n", False),
+        ("flags\t\t: fpu avx512_bf16 avx2\n", True),
+        ("Features : fp bf16\n", True),
+        ("", False),
+    ],
+)
+def test_bfloat16_is_read_off_the_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, known: bool
+) -> None:
+    monkeypatch.setattr("flows.sizing.CPU_FILE", tmp_path / "cpuinfo")
+    monkeypatch.setattr("flows.sizing.GPU_FOLDER", tmp_path / "no-gpus")
+    (tmp_path / "cpuinfo").write_text(cpuinfo, encoding="utf-8")
+    assert Machine.here().bfloat16 is known
+
+
+def test_a_name_of_digits_stays_a_name(texts: Path) -> None:
+    document = yaml.safe_load(write_config(str(texts), "2024", Machine(2, 0)))
+    assert (document["name"], document["data"]["name"]) == ("2024", "2024")

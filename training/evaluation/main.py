@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from data_prep.dataset import Dataset, open_dataset
 from headrace.commit import Commit, FileEntry, read_commit, write_commit
+from headrace.digest import canonical_json
 from headrace.errors import CommitConflict, ConfigError, DamagedData, HeadraceError, InputError, NotFound
 from headrace.faults import fault_point
 from headrace.storage import Storage, json_document
@@ -78,7 +79,7 @@ def run_evaluation(task: EvaluationTask) -> Commit:
     compared = baselines(dataset.stream("train", cache), validation, token_bytes, max_tokens=task.spec.max_tokens)
     documents = {
         "result.json": json_document({**result.summary(), "baselines": dataclasses.asdict(compared)}),
-        "documents.jsonl": b"".join(json_document(record).strip() + b"\n" for record in result.documents),
+        "documents.jsonl": b"".join(canonical_json(record) + b"\n" for record in result.documents),
         "samples.json": json_document(samples(model, task)),
     }
     for name, data in documents.items():
