@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # Typer brings its own copy of click, or uses click itself, depending on its version; the base class is public in both.
 USAGE_ERRORS: tuple[type[Exception], ...] = (typer.BadParameter.__mro__[2],)
 
+INTERRUPTED = 130
+"""What typer makes of Ctrl-C inside a command."""
+
 app = typer.Typer(
     name="headrace",
     help="Raw text in, a registered and evaluated language model out.",
@@ -226,9 +229,11 @@ def execute(arguments: list[str]) -> int:
     except USAGE_ERRORS as error:
         return _fail(_usage(error), as_json)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail(Cancelled("Stopped. The same command continues from what is committed."), as_json)
+        code = INTERRUPTED
     except BrokenPipeError:
         return 0  # the reader has seen enough
+    if code == INTERRUPTED:
+        return _fail(Cancelled("Stopped. The same command continues from what is committed."), as_json)
     return code if isinstance(code, int) else 0
 
 

@@ -30,7 +30,7 @@ def run_pipeline(config: PipelineConfig, terminal: Terminal) -> PretrainResult:
     show_logs(terminal)
     with stopped_by_signals(), prefect_api() as wait:
         # The server starts meanwhile.
-        from prefect.exceptions import TerminationSignal
+        from prefect.exceptions import CancelledRun, TerminationSignal
 
         from flows.pretrain_flow import pretrain
         from tasks.console import showing_on
@@ -39,6 +39,8 @@ def run_pipeline(config: PipelineConfig, terminal: Terminal) -> PretrainResult:
         with showing_on(terminal):
             try:
                 return pretrain(config)
+            except CancelledRun as stopped:
+                raise Cancelled(str(stopped)) from None
             except TerminationSignal:
                 raise Cancelled("Stopped. The same command continues from what is committed.") from None
 
@@ -124,8 +126,11 @@ def show_logs(terminal: Terminal) -> None:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Within the block SIGTERM and a closed terminal do what Ctrl-C does: children end first, then the command."""
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    """Within the block SIGTERM and a closed terminal do what Ctrl-C does: children end first, then the command.
+
+    Ctrl-C itself is set, too: a shell that starts a command in the background has it ignored.
+    """
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from typing import Literal
 from prefect import flow
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.exceptions import TerminationSignal
+from prefect.states import Cancelled as PrefectCancelled
 
 from data_prep.dataset import PrepareResult
 from flows.config import PipelineConfig, store_root
@@ -41,7 +42,18 @@ from tasks.train import TrainingSession, TrainResult, train
 
 @flow(name="pretrain", persist_result=False)
 def pretrain(config: PipelineConfig) -> PretrainResult:
-    """Turn the config's text into a registered, evaluated model; whatever is committed already is reused."""
+    """Turn the config's text into a registered, evaluated model; whatever is committed already is reused.
+
+    A run that was asked to stop ends as cancelled, so that nothing starts it again by itself.
+    """
+    try:
+        return run_stages(config)
+    except Cancelled as stopped:
+        return PrefectCancelled(message=str(stopped))  # type: ignore[return-value] # Prefect takes it as the state
+
+
+def run_stages(config: PipelineConfig) -> PretrainResult:
+    """The stages, in order."""
     faults.register("flow")
     clock = StageClock()
     space = open_workspace(config)

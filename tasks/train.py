@@ -4,7 +4,6 @@ The store says what is done: a try first asks where the run stands, so a finishe
 goes on from the last commit when it is given again.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from tasks.console import terminal
 from tasks.policy import RETRY_DELAYS, TRAINING_RETRIES, worth_another_try
 from tasks.runs import Run, Workspace
 from tasks.shown import bring_up_to_date, open_attempt
+from tasks.stopping import FENCE_SECONDS, PREFECT_SECONDS, Every, StopSignals, is_cancelled_in_prefect, is_fenced
 from training.checkpoint.catalog import Checkpoint, list_commits
 from training.launch.attempts import attempt_numbers, newest_attempt, read_attempts
 from training.launch.resume import attempts_without_progress, next_attempt
@@ -28,9 +28,6 @@ from training.run_spec import AttemptSpec
 
 FLUSH_SECONDS = 60.0
 """How long a finished attempt waits for MLflow; what is left is taken from the store later."""
-
-FENCE_SECONDS = 5.0
-"""How often a running attempt looks whether a later one was claimed."""
 
 
 STATUS: dict[str, Status] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -120,14 +117,17 @@ def _run_attempt(
         mirror(event)
         progress(event)
 
+    fenced = Every(FENCE_SECONDS, lambda: is_fenced(_newest(space, run), attempt.attempt))
+    cancelled = Every(PREFECT_SECONDS, is_cancelled_in_prefect)
     status: Status = "KILLED"
     try:
-        outcome = run_attempt(
-            space.storage,
-            attempt,
-            on_event=on_event,
-            should_stop=_StopWatch(space, run, attempt.attempt, session.should_stop),
-        )
+        with StopSignals(lambda: stage.note("stopping: saving first; once more to stop at once")) as signals:
+            outcome = run_attempt(
+                space.storage,
+                attempt,
+                on_event=on_event,
+                should_stop=lambda: signals.asked or session.should_stop() or cancelled() or fenced(),
+            )
         status = STATUS[outcome.kind]
     finally:
         session.last_metrics = progress.metrics or session.last_metrics
@@ -137,6 +137,10 @@ def _run_attempt(
     error = outcome.error()
     if error is not None:
         raise _with_progress_rule(space, run, attempt.attempt, session, error)
+
+
+def _newest(space: Workspace, run: Run) -> Callable[[], int]:
+    return lambda: newest_attempt(space.storage, run.spec.run_prefix)
 
 
 def _mirror(space: Workspace, run: Run, attempt: int) -> EventMirror:
@@ -151,7 +155,7 @@ def _mirror(space: Workspace, run: Run, attempt: int) -> EventMirror:
         space.tracker,
         parent_id=run.run_id,
         open_attempt=open_this_attempt,
-        is_newest=lambda: newest_attempt(space.storage, prefix) == attempt,
+        is_newest=lambda: _newest(space, run)() == attempt,
     )
 
 
@@ -183,28 +187,6 @@ def _with_progress_rule(
         f"{stuck} attempts in a row committed no new step (launch.max_attempts_without_progress). The first one: "
         f"{first} Correct the cause and give the same command again: it continues from the last commit."
     )
-
-
-class _StopWatch:
-    """Whether the attempt should end: asked from outside, or fenced by a later attempt."""
-
-    def __init__(self, space: Workspace, run: Run, attempt: int, asked: Callable[[], bool]) -> None:
-        self._space = space
-        self._prefix = run.spec.run_prefix
-        self._attempt = attempt
-        self._asked = asked
-        self._next_look = time.monotonic() + FENCE_SECONDS
-
-    def __call__(self) -> bool:
-        if self._asked():
-            return True
-        if time.monotonic() < self._next_look:
-            return False
-        self._next_look = time.monotonic() + FENCE_SECONDS
-        try:
-            return newest_attempt(self._space.storage, self._prefix) > self._attempt
-        except HeadraceError:
-            return False  # the store is away for a moment; the ranks notice at their next save
 
 
 class _Progress:
