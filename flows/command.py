@@ -29,12 +29,14 @@ def run_pipeline(config: PipelineConfig, terminal: Terminal) -> PretrainResult:
     """
     show_logs(terminal)
     with stopped_by_signals(), prefect_api() as wait:
-        # The server starts meanwhile.
+        # The server starts meanwhile, on another core.
         from prefect.exceptions import CancelledRun, TerminationSignal
 
         from flows.pretrain_flow import pretrain
+        from headrace import tracking
         from tasks.console import showing_on
 
+        tracking.load()
         wait()
         with showing_on(terminal):
             try:

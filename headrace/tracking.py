@@ -346,6 +346,12 @@ def mlmodel_document(*, model_id: str, run_id: str, loader_module: str, created_
     return str(model.to_yaml()).encode("utf-8")
 
 
+def load() -> None:
+    """Load MLflow's client now, for a command that has to wait for something else anyway."""
+    with _quiet_import():
+        import mlflow.tracking  # noqa: F401 - for the side effect
+
+
 def server_arguments(port: int) -> list[str]:
     """Arguments of `python -m mlflow` that serve the default database on loopback."""
     place = ["--backend-store-uri", f"sqlite:///{mlflow_database()}", "--host", "127.0.0.1", "--port", str(port)]
@@ -371,6 +377,8 @@ def _new_client(uri: str) -> "MlflowClient":
 
 def _translate(error: "MlflowException", what: str, uri: str) -> HeadraceError:
     reason = redact_text(str(error.message), uri)
+    if " failed with exception " in reason:
+        reason = "it does not answer."  # the rest is the history of urllib3's retries
     if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"):
         return NotFound(f"MLflow at {redact(uri)} was {what}, but does not have it: {reason}")
     if error.error_code in ("RESOURCE_ALREADY_EXISTS", "ALREADY_EXISTS"):
