@@ -29,14 +29,14 @@ def run_pipeline(config: PipelineConfig, terminal: Terminal) -> PretrainResult:
     """
     show_logs(terminal)
     with stopped_by_signals(), prefect_api() as wait:
-        # The server starts meanwhile, on another core.
+        # The server starts meanwhile, on another core; and what MLflow has to say is said before that takes long.
         from prefect.exceptions import CancelledRun, TerminationSignal
 
         from flows.pretrain_flow import pretrain
-        from headrace import tracking
+        from headrace.tracking import Tracker
         from tasks.console import showing_on
 
-        tracking.load()
+        Tracker.connect()
         wait()
         with showing_on(terminal):
             try:

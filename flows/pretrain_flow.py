@@ -76,7 +76,7 @@ def run_stages(config: PipelineConfig) -> PretrainResult:
         clock.lap("export", exported.reused, space.storage.url(exported.prefix))
         evaluated = evaluate(space, run, exported)
         clock.lap("evaluate", evaluated.scored.reused, f"loss {evaluated.scored.summary['loss']:.4f}")
-        registered = register(space, run, exported, evaluated, config.registered_name)
+        registered = register(space, run, exported, evaluated, config.registered_name, config.data)
         clock.lap("register", registered.reused, f"{registered.name} version {registered.version}")
         bring_up_to_date(space, run)
     result = summarise(space, run, clock, training, exported, evaluated, registered)

@@ -346,12 +346,6 @@ def mlmodel_document(*, model_id: str, run_id: str, loader_module: str, created_
     return str(model.to_yaml()).encode("utf-8")
 
 
-def load() -> None:
-    """Load MLflow's client now, for a command that has to wait for something else anyway."""
-    with _quiet_import():
-        import mlflow.tracking  # noqa: F401 - for the side effect
-
-
 def server_arguments(port: int) -> list[str]:
     """Arguments of `python -m mlflow` that serve the default database on loopback."""
     place = ["--backend-store-uri", f"sqlite:///{mlflow_database()}", "--host", "127.0.0.1", "--port", str(port)]

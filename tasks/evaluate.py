@@ -13,19 +13,19 @@ from prefect.cache_policies import NO_CACHE
 from headrace.commit import Commit, read_commit
 from headrace.digest import digest_json, short
 from headrace.errors import DamagedData, InputError, NotFound
-from headrace.registry import Registry, VersionRecord
+from headrace.registry import Registry
 from headrace.terminal import StageProgress
 from headrace.tracking import Point
 from tasks.child import run_module
 from tasks.console import terminal
 from tasks.export import ExportResult
-from tasks.exports import key_below
 from tasks.policy import RETRY_DELAYS, SHORT_RETRIES, worth_another_try
-from tasks.runs import Run, Workspace
+from tasks.runs import DatasetRef, Run, Workspace
 from training.evaluation.spec import COMMIT_KIND, EvalSpec, EvaluationTask
 from training.export.spec import COMMIT_KIND as EXPORT_KIND
 
 MODEL_TAG = "headrace.model_id"
+SPEC_TAG = "headrace.evaluation"
 SUMMARY = ("loss", "perplexity", "bits_per_byte", "tokens", "bytes")
 
 
@@ -36,6 +36,8 @@ class Scored:
     summary: dict[str, Any]
     """loss, perplexity, bits_per_byte, tokens, bytes."""
     baselines: dict[str, Any]
+    prefix: str
+    """Storage key of the result's folder."""
     reused: bool
 
     @property
@@ -74,7 +76,8 @@ def evaluate(space: Workspace, run: Run, exported: ExportResult) -> EvaluateResu
     """Score the export, or find its score."""
     spec = evaluation_spec(run)
     with terminal().stage("evaluate", unit="windows") as stage:
-        scored = score(space, run, spec, exported.prefix, owner=run.run_id, stage=stage)
+        dataset = DatasetRef(run.spec.dataset_key, run.spec.dataset_digest, run.spec.tokenizer_digest)
+        scored = score(space, run, spec, dataset, exported.prefix, owner=run.run_id, stage=stage)
         _show(space, run, exported, spec, scored)
         what = "reused" if scored.reused else "measured"
         stage.conclude(f"{what}: {scored.bits_per_byte:.4f} bits per byte, loss {scored.summary['loss']:.4f}")
@@ -94,26 +97,35 @@ def evaluation_spec(run: Run) -> EvalSpec:
 
 
 def score(
-    space: Workspace, run: Run, spec: EvalSpec, model: str, *, owner: str, stage: StageProgress | None = None
+    space: Workspace,
+    run: Run,
+    spec: EvalSpec,
+    dataset: DatasetRef,
+    model: str,
+    *,
+    owner: str,
+    stage: StageProgress | None = None,
 ) -> Scored:
-    """The score of the model folder `model` by `spec`, measured when it is not committed below the run `owner`.
+    """The score of the model folder `model` by `spec` on `dataset`, measured when the run `owner` does not have it.
 
-    Raises NotFound when there is no such model, and InputError when it reads other tokens than the spec is about.
+    `run` says how it is computed. Raises NotFound when there is no such model, and InputError when it reads other
+    tokens than the dataset holds.
     """
     export = read_commit(space.storage, model, kind=EXPORT_KIND)
     if export is None:
         raise NotFound(f"There is no exported model at {space.storage.url(model)}.")
     if export.body["tokenizer_digest"] != spec.tokenizer_digest:
-        raise InputError(f"the model at {space.storage.url(model)} has another tokenizer")
+        place = space.storage.url(model)
+        raise InputError(f"The model at {place} has another tokenizer than the dataset {dataset.key}.")
     digest = digest_json({"spec": spec.digest, "model": export.digest})
     target = f"runs/{owner}/artifacts/evaluations/{digest}"
     found = read_commit(space.storage, target, kind=COMMIT_KIND)
     if found is not None:
-        return _scored(found, reused=True)
+        return _scored(found, target, reused=True)
     task_document = EvaluationTask(
         storage_root=space.storage.root_url,
         model=model,
-        dataset_key=run.spec.dataset_key,
+        dataset_key=dataset.key,
         spec=spec,
         target=target,
         work_dir=str(space.work_dir),
@@ -129,20 +141,11 @@ def score(
     found = read_commit(space.storage, target, kind=COMMIT_KIND)
     if found is None:
         raise DamagedData(f"The evaluation was made, but {space.storage.url(target)} has no commit.")
-    return _scored(found, reused=False)
+    return _scored(found, target, reused=False)
 
 
-def score_version(space: Workspace, run: Run, spec: EvalSpec, version: VersionRecord) -> Scored:
-    """The score of another version's model by this run's evaluation; raises as `score` does."""
-    model_id = version.tags.get(MODEL_TAG)
-    if model_id is None:
-        raise NotFound(f"version {version.version} of {version.name} was not registered by a run of this kind")
-    model = Registry(space.tracker).get_model(model_id)
-    return score(space, run, spec, key_below(space.storage, model.location), owner=version.run_id)
-
-
-def _scored(commit: Commit, *, reused: bool) -> Scored:
-    return Scored(dict(commit.body["summary"]), dict(commit.body["baselines"]), reused)
+def _scored(commit: Commit, prefix: str, *, reused: bool) -> Scored:
+    return Scored(dict(commit.body["summary"]), dict(commit.body["baselines"]), prefix, reused)
 
 
 def _progress(stage: StageProgress | None, report: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The stage `register`: a version that refers to the export, and the alias `champion` on the best one.
 
 A version is found again by its export key. The alias moves only to a model with fewer bits per byte on the same
-evaluation; a champion that was scored on another one is first scored on this one.
+text; a champion that was scored on another one is first scored on this one.
 """
 
 from collections.abc import Callable
@@ -10,22 +10,19 @@ from dataclasses import dataclass
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from data_prep.config import DataConfig
 from headrace.errors import DamagedData, InputError, NotFound
 from headrace.faults import fault_point
 from headrace.lease import hold
 from headrace.registry import Registry, VersionRecord
+from tasks.compare import Comparison, compare
 from tasks.console import terminal
-from tasks.evaluate import MODEL_TAG, EvaluateResult, Scored, score_version
+from tasks.evaluate import MODEL_TAG, SPEC_TAG, EvaluateResult
 from tasks.export import EXPORT_TAG, ExportResult
 from tasks.policy import RETRY_DELAYS, SHORT_RETRIES, worth_another_try
 from tasks.runs import SCORE_TAG, VERSION_TAG, Run, Workspace
 
 CHAMPION = "champion"
-SPEC_TAG = "headrace.evaluation"
-
-Rescore = Callable[[VersionRecord], Scored]
-"""Scores the model of another version by this run's evaluation."""
-
 
 @dataclass(frozen=True)
 class RegisterResult:
@@ -52,9 +49,12 @@ class RegisterResult:
     persist_result=False,
 )
 def register(
-    space: Workspace, run: Run, exported: ExportResult, evaluated: EvaluateResult, name: str
+    space: Workspace, run: Run, exported: ExportResult, evaluated: EvaluateResult, name: str, data: DataConfig
 ) -> RegisterResult:
-    """Register the export, or find its version; then decide about the alias."""
+    """Register the export, or find its version; then decide about the alias.
+
+    `data` says where the text lies, for a champion that reads it with another tokenizer.
+    """
     registry = Registry(space.tracker)
     with terminal().stage("register") as stage, hold(space.storage, f"leases/register-{name}"):
         version = registry.find_version(name, {EXPORT_TAG: exported.key})
@@ -68,7 +68,7 @@ def register(
         elif version.tags.get(SPEC_TAG) != evaluated.digest:
             registry.set_version_tags(name, version.version, _score_tags(evaluated))
         champion, verdict = _decide(
-            registry, version, evaluated, lambda holder: score_version(space, run, evaluated.spec, holder)
+            registry, version, lambda holder: compare(space, run, data, evaluated, holder)
         )
         space.tracker.set_tags(
             run.run_id, {VERSION_TAG: f"{name}/{version.version}", SCORE_TAG: repr(evaluated.bits_per_byte)}
@@ -99,31 +99,27 @@ def _score_tags(evaluated: EvaluateResult) -> dict[str, str]:
 
 
 def _decide(
-    registry: Registry, version: VersionRecord, evaluated: EvaluateResult, rescore: Rescore
+    registry: Registry, version: VersionRecord, compare_with: Callable[[VersionRecord], Comparison]
 ) -> tuple[bool, str]:
     """Whether this version is the champion now, and why."""
-    mine = evaluated.bits_per_byte
     holder = registry.version_by_alias(version.name, CHAMPION)
     if holder is not None and holder.version == version.version:
         return True, "it is the champion"
     verdict = "it is the champion, as the first"
     if holder is not None:
-        theirs, how = _score_of(holder, evaluated, rescore)
-        if theirs is None:
-            return False, f"the champion stays version {holder.version}, which cannot be compared: {how}"
-        if mine >= theirs:
-            return False, f"the champion stays version {holder.version}: {theirs:.4f} bits per byte{how} are not more"
-        verdict = f"it replaces version {holder.version} as champion, which has {theirs:.4f} bits per byte{how}"
+        try:
+            found = compare_with(holder)
+        except (NotFound, DamagedData, InputError) as error:
+            return False, f"the champion stays version {holder.version}, which cannot be compared: {error}"
+        if not found.better:
+            return False, (
+                f"the champion stays version {holder.version}: {found.theirs:.4f} bits per byte{found.how}, "
+                f"against {found.mine:.4f}"
+            )
+        verdict = (
+            f"it replaces version {holder.version} as champion: {found.mine:.4f} bits per byte against "
+            f"{found.theirs:.4f}{found.how}"
+        )
     fault_point("alias.before")
     registry.set_alias(version.name, CHAMPION, version.version)
     return True, verdict
-
-
-def _score_of(holder: VersionRecord, evaluated: EvaluateResult, rescore: Rescore) -> tuple[float | None, str]:
-    """Bits per byte of the champion on this evaluation, and how they came about; None when it cannot be scored."""
-    if holder.tags.get(SPEC_TAG) == evaluated.digest and SCORE_TAG in holder.tags:
-        return float(holder.tags[SCORE_TAG]), ""
-    try:
-        return rescore(holder).bits_per_byte, " (scored again on this evaluation)"
-    except (NotFound, DamagedData, InputError) as error:
-        return None, str(error)

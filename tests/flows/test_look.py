@@ -17,7 +17,7 @@ from tasks.register import register
 from tasks.runs import Workspace, lease_key, resolve_run
 from tasks.train import TrainingSession, train
 from tests.mlflow_database import NOLOAD, new_database
-from tests.tasks.stand_ins import DATASET, FakeRanks, FakeStages, make_request
+from tests.tasks.stand_ins import DATA, DATASET, FakeRanks, FakeStages, make_request
 
 pytestmark = pytest.mark.filterwarnings(NOLOAD)
 
@@ -44,7 +44,7 @@ def registered(space, ranks, monkeypatch):
     monkeypatch.setattr("tasks.evaluate.run_module", fake)
     run = resolve_run(space, make_request(), DATASET)
     exported = export.fn(space, run, train.fn(space, run, TrainingSession()), "float32")
-    register.fn(space, run, exported, evaluate.fn(space, run, exported), "tiny")
+    register.fn(space, run, exported, evaluate.fn(space, run, exported), "tiny", DATA)
     space.tracker.set_status(run.run_id, "FINISHED")
     return run, exported
 

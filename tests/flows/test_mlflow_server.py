@@ -23,7 +23,7 @@ from tasks.runs import Workspace, resolve_run
 from tasks.shown import announce, bring_up_to_date, live_page
 from tasks.train import TrainingSession, train
 from tests.mlflow_database import NOLOAD, new_database
-from tests.tasks.stand_ins import DATASET, FakeRanks, FakeStages, make_request
+from tests.tasks.stand_ins import DATA, DATASET, FakeRanks, FakeStages, make_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(NOLOAD)]
 
@@ -112,7 +112,7 @@ def test_from_a_run_to_a_champion_that_loads_after_the_run_is_gone(space, server
     for again in (False, True):
         exported = export.fn(space, run, training, "float32")
         evaluated = evaluate.fn(space, run, exported)
-        result = register.fn(space, run, exported, evaluated, "served")
+        result = register.fn(space, run, exported, evaluated, "served", DATA)
         assert (result.version, result.new_version, result.champion) == ("1", not again, True)
     assert [p.step for p in space.tracker.history(run.run_id, "train/loss")] == list(range(1, 13))
     assert space.tracker.params(run.run_id)["optimizer.learning_rate"] == "0.003"

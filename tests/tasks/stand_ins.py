@@ -1,10 +1,12 @@
 """Stand-ins for what the tasks start: a process group that trains, and stage processes; and a small run to start."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data_prep.config import DataConfig, InputConfig
 from headrace.commit import FileEntry, write_commit
 from headrace.events import EventTail, EventWriter
 from headrace.storage import Storage
@@ -23,6 +25,7 @@ from training.optim.config import OptimizerConfig, ScheduleConfig
 from training.parallel.config import LayoutConfig
 from training.run_spec import AttemptSpec
 
+DATA = DataConfig(name="tiny", inputs=(InputConfig(path="texts"),))
 DATASET = DatasetRef("tiny-0123456789abcdef", "d" * 64, "e" * 64)
 
 
@@ -135,6 +138,8 @@ class FakeStages:
     storage: Storage
     scores: dict[str, float] = field(default_factory=dict)
     """Bits per byte of a model, by its folder; 2.0 for others."""
+    documents: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Bytes and nats of each document that a model scores, by its folder."""
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def __call__(self, module: str, spec: dict[str, Any], *, folder: Path, on_report: Any) -> dict[str, Any]:
@@ -142,7 +147,12 @@ class FakeStages:
         return self._export(spec) if module == "training.export.main" else self._evaluate(spec, on_report)
 
     def _export(self, spec: dict[str, Any]) -> dict[str, Any]:
-        files = {"model.safetensors": b"w" * 10, "MLmodel": spec["extra_files"]["MLmodel"].encode()}
+        files = {
+            "model.safetensors": b"w" * 10,
+            "tokenizer.json": b"{}",
+            "tokenizer_config.json": b'{"eos_token": "<|end|>"}',
+            "MLmodel": spec["extra_files"]["MLmodel"].encode(),
+        }
         for name, data in files.items():
             self.storage.write_bytes(f"{spec['target']}/{name}", data)
         body = {
@@ -163,6 +173,12 @@ class FakeStages:
             "summary": {"loss": 3.0, "perplexity": 20.0, "bits_per_byte": score, "tokens": 100, "bytes": 200},
             "baselines": {"unigram_bits_per_byte": 3.5, "bigram_bits_per_byte": 3.0},
         }
+        documents = [
+            {"document": number, "tokens": size, "bytes": size, "nats": nats}
+            for number, (size, nats) in enumerate(self.documents.get(spec["model"], []))
+        ]
+        data = b"".join(json.dumps(document).encode() + b"\n" for document in documents)
+        self.storage.write_bytes(f"{spec['target']}/documents.jsonl", data)
         write_commit(self.storage, spec["target"], kind="evaluation", body=body, files={})
         return {"target": spec["target"]}
 

@@ -4,7 +4,7 @@ import pytest
 
 from headrace.errors import DamagedData, InputError, NotFound
 from headrace.registry import Registry
-from tasks.evaluate import evaluate, evaluation_spec, score, score_version
+from tasks.evaluate import evaluate, evaluation_spec, score
 from tasks.export import export
 from tasks.runs import DatasetRef, resolve_run
 from tasks.train import TrainingSession, train
@@ -76,20 +76,14 @@ def test_exports_of_two_types_have_scores_of_their_own(space, run, exported, sta
 
 def test_a_model_that_is_not_there_is_named(space, run):
     with pytest.raises(NotFound, match="no exported model"):
-        score(space, run, evaluation_spec(run), "runs/models/m-0/artifacts", owner=run.run_id)
+        score(space, run, evaluation_spec(run), DATASET, "runs/models/m-0/artifacts", owner=run.run_id)
 
 
 def test_a_model_with_another_tokenizer_is_not_scored_on_these_tokens(space, run, exported):
     other = DatasetRef("other-1", "a" * 64, "b" * 64)
     spec = evaluation_spec(resolve_run(space, make_request(name="other"), other))
     with pytest.raises(InputError, match="another tokenizer"):
-        score(space, run, spec, exported.prefix, owner=run.run_id)
-
-
-def test_a_version_that_somebody_else_registered_cannot_be_scored(space, run, exported):
-    version = Registry(space.tracker).create_version("tiny", exported.model, run_id=run.run_id, tags={})
-    with pytest.raises(NotFound, match="was not registered by a run of this kind"):
-        score_version(space, run, evaluation_spec(run), version)
+        score(space, run, spec, other, exported.prefix, owner=run.run_id)
 
 
 def test_a_stage_process_that_leaves_nothing_is_noticed(space, run, exported, monkeypatch):
