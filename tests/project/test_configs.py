@@ -27,8 +27,8 @@ def test_it_validates_and_its_resolved_form_is_the_same_config(file: Path):
 def test_the_quickstart_is_what_it_says():
     config = load_config(CONFIGS / "quickstart.yaml")
 
-    assert config.model.num_parameters == 4_000_000
-    assert config.training.steps * config.training.tokens_per_step == 1_048_576
+    assert config.model.num_parameters == 3_671_296
+    assert config.training.steps * config.training.tokens_per_step == 655_360
     assert (config.launch.world_size, config.dp, config.grad_accum_steps) == (2, 2, 1)
     assert (config.tokenizer.vocab_size, config.training.seq_len) == (4096, 256)
     assert [source.path for source in config.data.inputs] == ["python-stdlib:"]
