@@ -28,7 +28,7 @@ def test_every_step_is_told_once_with_all_its_numbers():
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert [step["tokens_seen"] for step in steps] == [128, 256, 384]
     assert [step["learning_rate"] for step in steps] == [training.state.schedule.learning_rate(n) for n in (1, 2, 3)]
-    assert steps[0]["loss"] == pytest.approx(math.log(67), abs=0.1)
+    assert math.log(67) < steps[0]["loss"] < math.log(67) + 0.6  # untrained, its logits spread by about one
     assert all(step["grad_norm"] > 0 for step in steps)
     for step in steps:
         assert step["tokens_per_second"] == pytest.approx(128 / step["step_seconds"])

@@ -40,10 +40,26 @@ def test_each_tensor_depends_on_seed_and_name_alone():
     assert not torch.equal(one, initial_value("layers.0.attn.wq.weight", shape, CONFIG, 2))
 
 
-def test_spread_is_smaller_where_the_residual_stream_adds_up():
-    shape = torch.Size((200, 200))
-    plain = initial_value("layers.0.attn.wq.weight", shape, CONFIG, 1)
-    residual = initial_value("layers.0.ffn.w_down.weight", shape, CONFIG, 1)
-    assert plain.std().item() == pytest.approx(0.02, rel=0.02)
-    assert residual.std().item() == pytest.approx(0.02 / math.sqrt(2 * CONFIG.num_layers), rel=0.02)
+def spread(fqn: str, *shape: int, config: ModelConfig = CONFIG) -> float:
+    return initial_value(fqn, torch.Size(shape), config, 1).std().item()
+
+
+def test_outputs_have_the_variance_of_their_inputs():
+    assert spread("layers.0.attn.wq.weight", 200, 100) == pytest.approx(0.1, rel=0.02)
+    assert spread("layers.0.ffn.w_gate.weight", 100, 400) == pytest.approx(0.05, rel=0.02)
+    assert spread("output.weight", 300, 100) == pytest.approx(0.1, rel=0.02)
+
+
+def test_what_adds_to_the_residual_stream_is_smaller_by_the_root_of_its_number():
+    assert spread("layers.0.attn.wo.weight", 200, 100) == pytest.approx(0.1 / math.sqrt(2 * 2), rel=0.02)
+    assert spread("layers.1.ffn.w_down.weight", 200, 400) == pytest.approx(0.05 / math.sqrt(2 * 2), rel=0.02)
+
+
+def test_an_embedding_has_unit_rows_unless_it_is_the_output_too():
+    tied = ModelConfig(**{**MODEL, "tie_embeddings": True})
+    assert spread("embed.weight", 400, 100) == pytest.approx(1.0, rel=0.02)
+    assert spread("embed.weight", 400, 100, config=tied) == pytest.approx(0.1, rel=0.02)
+
+
+def test_norms_begin_as_ones():
     assert torch.equal(initial_value("norm.weight", torch.Size((32,)), CONFIG, 1), torch.ones(32))
