@@ -25,6 +25,9 @@ from training.export.spec import COMMIT_KIND
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
+Pair = tuple[dict[str, Any], dict[str, Any]]
+"""The records of one document: from this run's model, and from the champion."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -56,11 +59,27 @@ def compare(
     if export.body["tokenizer_digest"] == dataset.tokenizer_digest:
         theirs = score(space, run, evaluated.spec, dataset, model, owner=holder.run_id)
         return Comparison(mine, theirs.bits_per_byte, " (scored again on this evaluation)")
-    dataset = _tokenised_for(space, data, model)
-    changed = {"dataset_digest": dataset.digest, "tokenizer_digest": dataset.tokenizer_digest}
-    spec = evaluated.spec.model_copy(update=changed)
-    theirs = score(space, run, spec, dataset, model, owner=holder.run_id)
-    return _over_common_documents(space, evaluated.scored, theirs)
+    return _compare_across_tokenizers(space, run, data, evaluated, holder, model)
+
+
+def _compare_across_tokenizers(
+    space: Workspace, run: Run, data: DataConfig, evaluated: EvaluateResult, holder: VersionRecord, model: str
+) -> Comparison:
+    own = DatasetRef(run.spec.dataset_key, run.spec.dataset_digest, run.spec.tokenizer_digest)
+    other = _tokenised_for(space, data, model)
+    changed = {"dataset_digest": other.digest, "tokenizer_digest": other.tokenizer_digest}
+    spec, mine = evaluated.spec, evaluated.scored
+    theirs = score(space, run, spec.model_copy(update=changed), other, model, owner=holder.run_id)
+    pairs = _common_documents(space, mine, theirs)
+    if not pairs and spec.max_tokens is not None:
+        # The part that the evaluation takes holds no whole document: both score the whole split instead.
+        spec = spec.model_copy(update={"max_tokens": None})
+        mine = score(space, run, spec, own, evaluated.model, owner=run.run_id)
+        theirs = score(space, run, spec.model_copy(update=changed), other, model, owner=holder.run_id)
+        pairs = _common_documents(space, mine, theirs)
+    if not pairs:
+        raise InputError("it has another tokenizer, and too few documents are scored by both")
+    return _over(pairs)
 
 
 def _folder_of(space: Workspace, version: VersionRecord) -> str:
@@ -83,19 +102,21 @@ def _tokenised_for(space: Workspace, data: DataConfig, model: str) -> DatasetRef
     return DatasetRef(made.dataset_key, made.digest, made.tokenizer_digest)
 
 
-def _over_common_documents(space: Workspace, mine: Scored, theirs: Scored) -> Comparison:
-    """Both scores over the documents that both scored whole: not the first, whose first token is no target, and not
-    the last, where the evaluation may have stopped in the middle.
+def _common_documents(space: Workspace, mine: Scored, theirs: Scored) -> list[Pair]:
+    """The documents that both scored whole: not the first, whose first token is no target, and not the last, where the
+    evaluation may have stopped in the middle. Raises InputError when their bytes differ.
     """
     pairs = list(zip(_documents(space, mine)[1:-1], _documents(space, theirs)[1:-1], strict=False))
-    if not pairs:
-        raise InputError("it has another tokenizer, and too few documents are scored by both")
     for ours, other in pairs:
         if ours["bytes"] != other["bytes"]:
             raise InputError(
                 f"its tokenizer changes the text: document {ours['document']} has {other['bytes']} bytes instead of "
                 f"{ours['bytes']}"
             )
+    return pairs
+
+
+def _over(pairs: list[Pair]) -> Comparison:
     size = sum(ours["bytes"] for ours, _ in pairs)
     if size == 0:
         raise InputError("the documents that both scored hold no text")

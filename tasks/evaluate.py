@@ -52,6 +52,8 @@ class EvaluateResult:
 
     spec: EvalSpec
     scored: Scored
+    model: str
+    """Storage key of the export."""
 
     @property
     def digest(self) -> str:
@@ -81,7 +83,7 @@ def evaluate(space: Workspace, run: Run, exported: ExportResult) -> EvaluateResu
         _show(space, run, exported, spec, scored)
         what = "reused" if scored.reused else "measured"
         stage.conclude(f"{what}: {scored.bits_per_byte:.4f} bits per byte, loss {scored.summary['loss']:.4f}")
-        return EvaluateResult(spec, scored)
+        return EvaluateResult(spec, scored, exported.prefix)
 
 
 def evaluation_spec(run: Run) -> EvalSpec:

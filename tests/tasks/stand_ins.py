@@ -140,6 +140,8 @@ class FakeStages:
     """Bits per byte of a model, by its folder; 2.0 for others."""
     documents: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """Bytes and nats of each document that a model scores, by its folder."""
+    limited: list[tuple[int, float]] | None = None
+    """The same for every evaluation of a part of the split."""
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def __call__(self, module: str, spec: dict[str, Any], *, folder: Path, on_report: Any) -> dict[str, Any]:
@@ -173,9 +175,12 @@ class FakeStages:
             "summary": {"loss": 3.0, "perplexity": 20.0, "bits_per_byte": score, "tokens": 100, "bytes": 200},
             "baselines": {"unigram_bits_per_byte": 3.5, "bigram_bits_per_byte": 3.0},
         }
+        scored = self.documents.get(spec["model"], [])
+        if spec["spec"]["max_tokens"] is not None and self.limited is not None:
+            scored = self.limited
         documents = [
             {"document": number, "tokens": size, "bytes": size, "nats": nats}
-            for number, (size, nats) in enumerate(self.documents.get(spec["model"], []))
+            for number, (size, nats) in enumerate(scored)
         ]
         data = b"".join(json.dumps(document).encode() + b"\n" for document in documents)
         self.storage.write_bytes(f"{spec['target']}/documents.jsonl", data)

@@ -175,6 +175,17 @@ def test_texts_that_differ_are_not_compared(space, pipeline, retokenised, docume
     assert told in result.verdict
 
 
+def test_a_limited_evaluation_without_a_whole_document_is_done_in_full(space, pipeline, stages, retokenised):
+    pipeline(seed=1, documents=CHAMPION_DOCUMENTS)
+    short, whole = [(99, 1.0), (7, 1.0)], [(99, 1.0), (1_000, 1.0), (2_000, 1.0), (7, 1.0)]
+    stages.limited = short
+    result = pipeline(seed=1, score=3.0, max_tokens=100, dataset=OTHER_TOKENIZER, documents=whole)
+    assert result.champion
+    assert "over 2 documents" in result.verdict
+    limits = [spec["spec"]["max_tokens"] for module, spec in stages.calls if module.endswith("evaluation.main")]
+    assert limits == [None, 100, 100, None, None]
+
+
 def test_a_champion_of_somebody_else_is_not_compared(space, pipeline, stages):
     pipeline(seed=1)
     registry = Registry(space.tracker)
