@@ -18,12 +18,14 @@ from pathlib import Path
 
 from headrace.environment import prefect_home
 from headrace.errors import ConfigError, HeadraceError, Retryable
+from headrace.file_lock import FileLock
 from tasks.child import command_of
 
 START_SECONDS = 180
 """The first start on a fresh home creates the database: 16 s on two idle cores, more than a minute was reported."""
 
 LOG_NAME = "server.log"
+DATABASE_NAME = "prefect.db"
 
 
 def settings() -> dict[str, str]:
@@ -55,16 +57,21 @@ class PrefectUnavailable(Retryable):
 class EmbeddedServer:
     """A Prefect API of this command alone, on loopback; started early, waited for when it is needed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, lock: FileLock) -> None:
         self._process = process
         self._log = log
+        self._lock = lock
         self.url = f"http://127.0.0.1:{port}/api"
 
     @classmethod
     def start(cls) -> "EmbeddedServer":
-        """Start the server and return at once."""
+        """Start the server and return at once; only while another command makes the database, wait for that."""
         home = Path(os.environ.get("PREFECT_HOME", prefect_home()))
         home.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(home / "database.lock")
+        lock.acquire()
+        if (home / DATABASE_NAME).exists():
+            lock.release()
         port = free_port()
         log = home / LOG_NAME
         # These three are what Prefect gives its own temporary server; the API needs no pages and no log shipping.
@@ -86,13 +93,14 @@ class EmbeddedServer:
                 # Ctrl-C is for us: the server has to hear how the flow ended.
                 start_new_session=True,
             )
-        return cls(process, port, log)
+        return cls(process, port, log, lock)
 
     def wait(self, seconds: float = START_SECONDS) -> None:
         """Wait until the API answers; raises HeadraceError with the server's last words when it does not."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if _answers(f"{self.url}/health"):
+                self._lock.release()
                 return
             if self._process.poll() is not None:
                 break
@@ -107,6 +115,7 @@ class EmbeddedServer:
 
     def stop(self) -> None:
         """End the server."""
+        self._lock.release()
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -11,7 +11,7 @@ import threading
 import urllib.parse
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from headrace.environment import mlflow_database
 from headrace.errors import ConfigError, HeadraceError, NotFound, Terminal, TrackingUnavailable
-from headrace.tracking_address import default_uri, redact, redact_text, require_answer
+from headrace.file_lock import locked
+from headrace.tracking_address import default_uri, redact, redact_text, require_answer, sqlite_path
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment, LoggedModelOutput, Metric, Run
@@ -109,7 +110,8 @@ class Tracker:
         address = uri or default_uri()
         require_answer(address)
         tracker = cls(address, _new_client(address))
-        with tracker.calls("opened"):
+        # The first one makes the tables, and two at once would stand in each other's way.
+        with _one_at_a_time(address), tracker.calls("opened"):
             tracker.client.search_experiments(max_results=1)
         return tracker
 
@@ -125,6 +127,12 @@ class Tracker:
             raise _translate(error, what, self.uri) from error
         except OSError as error:
             raise TrackingUnavailable(f"MLflow at {redact(self.uri)} could not be {what}: {error}") from error
+        except Exception as error:
+            # The database's own errors, which MLflow lets through while it opens or migrates its tables.
+            if not type(error).__module__.startswith("sqlalchemy."):
+                raise
+            reason = redact_text(str(error).partition("[SQL")[0], self.uri)
+            raise TrackingUnavailable(f"MLflow at {redact(self.uri)} could not be {what}: {reason}") from error
 
     # ---------------------------------------------------------------------------------------------- experiments
 
@@ -350,6 +358,11 @@ def server_arguments(port: int) -> list[str]:
     """Arguments of `python -m mlflow` that serve the default database on loopback."""
     place = ["--backend-store-uri", f"sqlite:///{mlflow_database()}", "--host", "127.0.0.1", "--port", str(port)]
     return ["server", *place, "--workers", "1"]
+
+
+def _one_at_a_time(uri: str) -> AbstractContextManager[None]:
+    path = sqlite_path(uri)
+    return locked(path.with_name(f"{path.name}.lock")) if path else nullcontext()
 
 
 @contextmanager

@@ -72,8 +72,8 @@ def require_answer(uri: str) -> None:
     parts = urllib.parse.urlsplit(uri)
     kind = parts.scheme.partition("+")[0]
     try:
-        if kind == "sqlite":
-            _open_sqlite(uri)
+        if path := sqlite_path(uri):
+            _open_sqlite(path)
         elif kind in DATABASE_PORTS and parts.hostname:
             socket.create_connection((parts.hostname, parts.port or DATABASE_PORTS[kind]), PROBE_SECONDS).close()
         else:
@@ -85,8 +85,14 @@ def require_answer(uri: str) -> None:
         raise TrackingUnavailable(f"The MLflow database at {redact(uri)} cannot be opened: {error}.") from error
 
 
-def _open_sqlite(uri: str) -> None:
-    path = Path(uri.partition(":///")[2].partition("?")[0])
+def sqlite_path(uri: str) -> Path | None:
+    """The file of an SQLite address; None for other addresses."""
+    if not uri.startswith("sqlite"):
+        return None
+    return Path(uri.partition(":///")[2].partition("?")[0])
+
+
+def _open_sqlite(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     connection = sqlite3.connect(path, timeout=PROBE_SECONDS)
     try:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -116,6 +117,24 @@ def test_a_server_that_never_answers_is_given_up(environment, uvicorn):
     with pytest.raises(HeadraceError, match="no answer within"):
         server.wait(seconds=0.3)
     assert server._process.poll() is not None
+
+
+def test_two_commands_do_not_make_the_first_database_together(environment, uvicorn, tmp_path):
+    uvicorn(_Stub.HEALTHY)
+    first = EmbeddedServer.start()
+    second = []
+    thread = threading.Thread(target=lambda: second.append(EmbeddedServer.start()))
+    thread.start()
+    thread.join(0.3)
+    assert second == [], "the second waits while the first may be making the database"
+    first.wait()
+    thread.join(WAIT_SECONDS)
+    second[0].wait()
+    (tmp_path / "prefect" / "prefect.db").touch()
+    third = EmbeddedServer.start()
+    fourth = EmbeddedServer.start()
+    for server in (first, second[0], third, fourth):
+        server.stop()
 
 
 def test_the_server_ends_when_the_command_is_killed(environment, uvicorn, tmp_path):

@@ -288,6 +288,31 @@ def test_a_locked_database_is_away_and_not_refused(tracker, run_id, database, mo
     assert tracker.history(run_id, "train/loss") == losses(range(1, 3))
 
 
+def test_what_the_database_itself_says_is_away_and_not_a_defect(tracker, monkeypatch):
+    def fail(*_, **__):
+        raise sqlalchemy.exc.OperationalError("ALTER TABLE x", {}, Exception("duplicate column name: step"))
+
+    monkeypatch.setattr(tracker.client, "get_experiment_by_name", fail)
+    with pytest.raises(TrackingUnavailable, match="duplicate column name: step") as caught:
+        tracker.ensure_experiment("here", "/x")
+    assert "ALTER TABLE" not in str(caught.value)
+
+
+def test_a_defect_of_ours_is_not_hidden(tracker, monkeypatch):
+    monkeypatch.setattr(tracker.client, "get_experiment_by_name", lambda name: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tracker.ensure_experiment("here", "/x")
+
+
+@pytest.mark.slow
+def test_two_commands_make_the_first_database_together(tmp_path):
+    code = f"from headrace.tracking import Tracker\nTracker.connect('sqlite:///{tmp_path}/mlflow.db')\n"
+    both = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in both:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+
+
 def test_threads_may_share_a_tracker(tracker, run_id):
     def work(worker: int) -> None:
         for step in range(20):
