@@ -59,8 +59,15 @@ def continue_text(model: str, prompt: str) -> tuple[Path, str]:
 
 def serve_pages(port: int, terminal: Terminal, on_page: Callable[[str], None]) -> None:
     """Serve the default database on loopback until Ctrl-C; with MLFLOW_TRACKING_URI on a server, only say its page."""
-    from headrace.tracking import SERVER_SETTINGS, server_arguments
-    from headrace.tracking_address import PAGE_QUERY, default_uri, is_server, redact, server_answers
+    from headrace.tracking_address import (
+        PAGE_QUERY,
+        SERVER_SETTINGS,
+        default_uri,
+        is_server,
+        redact,
+        server_answers,
+        server_arguments,
+    )
 
     uri = default_uri()
     if is_server(uri):

@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
-from headrace.environment import mlflow_database
 from headrace.errors import ConfigError, HeadraceError, NotFound, Terminal, TrackingUnavailable
 from headrace.file_lock import locked
 from headrace.tracking_address import default_uri, redact, redact_text, require_answer, sqlite_path
@@ -47,13 +46,6 @@ SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
 """Set before mlflow is imported unless the user set them: no telemetry, quiet, and answers within a minute."""
-
-SERVER_SETTINGS = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "DO_NOT_TRACK": "true",
-    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-}
-"""Of a server that we start: it shows pages, and needs no second process for jobs."""
 
 _TRANSIENT = {
     "INTERNAL_ERROR",
@@ -109,30 +101,19 @@ class Tracker:
         """
         address = uri or default_uri()
         require_answer(address)
-        tracker = cls(address, _new_client(address))
+        with _quiet_import():
+            import mlflow.tracking  # noqa: F401 - loaded here, in silence, for all that follows
         # The first one makes the tables, and two at once would stand in each other's way.
-        with _one_at_a_time(address), tracker.calls("opened"):
-            tracker.client.search_experiments(max_results=1)
-        return tracker
+        with _one_at_a_time(address), _translated("opened", address):
+            client = _new_client(address)
+            client.search_experiments(max_results=1)
+        return cls(address, client)
 
     @contextmanager
     def calls(self, what: str) -> Iterator[None]:
         """Calls of the client, one thread at a time; its failures become ours: away, not found, exists, or refused."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            with self._lock:
-                yield
-        except MlflowException as error:
-            raise _translate(error, what, self.uri) from error
-        except OSError as error:
-            raise TrackingUnavailable(f"MLflow at {redact(self.uri)} could not be {what}: {error}") from error
-        except Exception as error:
-            # The database's own errors, which MLflow lets through while it opens or migrates its tables.
-            if not type(error).__module__.startswith("sqlalchemy."):
-                raise
-            reason = redact_text(str(error).partition("[SQL")[0], self.uri)
-            raise TrackingUnavailable(f"MLflow at {redact(self.uri)} could not be {what}: {reason}") from error
+        with self._lock, _translated(what, self.uri):
+            yield
 
     # ---------------------------------------------------------------------------------------------- experiments
 
@@ -354,12 +335,6 @@ def mlmodel_document(*, model_id: str, run_id: str, loader_module: str, created_
     return str(model.to_yaml()).encode("utf-8")
 
 
-def server_arguments(port: int) -> list[str]:
-    """Arguments of `python -m mlflow` that serve the default database on loopback."""
-    place = ["--backend-store-uri", f"sqlite:///{mlflow_database()}", "--host", "127.0.0.1", "--port", str(port)]
-    return ["server", *place, "--workers", "1"]
-
-
 def _one_at_a_time(uri: str) -> AbstractContextManager[None]:
     path = sqlite_path(uri)
     return locked(path.with_name(f"{path.name}.lock")) if path else nullcontext()
@@ -376,10 +351,27 @@ def _quiet_import() -> Iterator[None]:
 
 
 def _new_client(uri: str) -> "MlflowClient":
-    with _quiet_import():
-        from mlflow.tracking import MlflowClient
+    from mlflow.tracking import MlflowClient
 
     return MlflowClient(tracking_uri=uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or uri)
+
+
+@contextmanager
+def _translated(what: str, uri: str) -> Iterator[None]:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        raise _translate(error, what, uri) from error
+    except OSError as error:
+        raise TrackingUnavailable(f"MLflow at {redact(uri)} could not be {what}: {error}") from error
+    except Exception as error:
+        # The database's own errors, which MLflow lets through while it opens or migrates its tables.
+        if not type(error).__module__.startswith("sqlalchemy."):
+            raise
+        reason = redact_text(str(error).partition("[SQL")[0], uri)
+        raise TrackingUnavailable(f"MLflow at {redact(uri)} could not be {what}: {reason}") from error
 
 
 def _translate(error: "MlflowException", what: str, uri: str) -> HeadraceError:

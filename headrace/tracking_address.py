@@ -16,6 +16,13 @@ DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 PAGE_QUERY = "?workflowType=machine_learning"
 """Without it, MLflow opens a page where runs and the registry are not in the menu."""
 
+SERVER_SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+}
+"""Of a server that we start: it shows pages, and needs no second process for jobs."""
+
 
 def default_uri() -> str:
     """Address of the tracking store: MLFLOW_TRACKING_URI, or the database in the state folder."""
@@ -25,6 +32,12 @@ def default_uri() -> str:
 def is_server(uri: str) -> bool:
     """Whether the address is an MLflow server, whose pages can be opened."""
     return uri.startswith(("http://", "https://"))
+
+
+def server_arguments(port: int) -> list[str]:
+    """Arguments of `python -m mlflow` that serve the default database on loopback."""
+    place = ["--backend-store-uri", f"sqlite:///{mlflow_database()}", "--host", "127.0.0.1", "--port", str(port)]
+    return ["server", *place, "--workers", "1"]
 
 
 def redact(uri: str) -> str:

@@ -14,8 +14,16 @@ import pytest
 import sqlalchemy
 
 from headrace.errors import ConfigError, NotFound, Terminal, TrackingUnavailable
-from headrace.tracking import Point, Tracker, metric_entities, mlmodel_document, server_arguments
-from headrace.tracking_address import default_uri, is_server, redact, require_answer, run_page, server_answers
+from headrace.tracking import Point, Tracker, metric_entities, mlmodel_document
+from headrace.tracking_address import (
+    default_uri,
+    is_server,
+    redact,
+    require_answer,
+    run_page,
+    server_answers,
+    server_arguments,
+)
 from tests.mlflow_database import NOLOAD, new_database
 
 pytestmark = pytest.mark.filterwarnings(NOLOAD)
