@@ -17,9 +17,11 @@ from data_prep.dataset import prepare as prepare_dataset
 from headrace.commit import read_commit
 from headrace.errors import DamagedData, InputError, NotFound
 from headrace.registry import Registry, VersionRecord
+from headrace.terminal import StageProgress
 from tasks.evaluate import MODEL_TAG, SPEC_TAG, EvaluateResult, Scored, score
 from tasks.exports import key_below
 from tasks.runs import SCORE_TAG, DatasetRef, Run, Workspace
+from training.evaluation.spec import EvalSpec
 from training.export.spec import COMMIT_KIND
 
 TOKENIZER = "tokenizer.json"
@@ -45,7 +47,12 @@ class Comparison:
 
 
 def compare(
-    space: Workspace, run: Run, data: DataConfig, evaluated: EvaluateResult, holder: VersionRecord
+    space: Workspace,
+    run: Run,
+    data: DataConfig,
+    evaluated: EvaluateResult,
+    holder: VersionRecord,
+    stage: StageProgress | None = None,
 ) -> Comparison:
     """Compare with the champion `holder`. Raises NotFound, InputError or DamagedData when it cannot be scored."""
     mine = evaluated.bits_per_byte
@@ -57,26 +64,20 @@ def compare(
         raise NotFound(f"there is no exported model at {space.storage.url(model)}")
     dataset = DatasetRef(run.spec.dataset_key, run.spec.dataset_digest, run.spec.tokenizer_digest)
     if export.body["tokenizer_digest"] == dataset.tokenizer_digest:
-        theirs = score(space, run, evaluated.spec, dataset, model, owner=holder.run_id)
+        theirs = score(space, run, evaluated.spec, dataset, model, owner=holder.run_id, stage=stage)
         return Comparison(mine, theirs.bits_per_byte, " (scored again on this evaluation)")
-    return _compare_across_tokenizers(space, run, data, evaluated, holder, model)
-
-
-def _compare_across_tokenizers(
-    space: Workspace, run: Run, data: DataConfig, evaluated: EvaluateResult, holder: VersionRecord, model: str
-) -> Comparison:
-    own = DatasetRef(run.spec.dataset_key, run.spec.dataset_digest, run.spec.tokenizer_digest)
     other = _tokenised_for(space, data, model)
     changed = {"dataset_digest": other.digest, "tokenizer_digest": other.tokenizer_digest}
-    spec, mine = evaluated.spec, evaluated.scored
-    theirs = score(space, run, spec.model_copy(update=changed), other, model, owner=holder.run_id)
-    pairs = _common_documents(space, mine, theirs)
-    if not pairs and spec.max_tokens is not None:
+
+    def theirs_by(spec: EvalSpec) -> Scored:
+        return score(space, run, spec.model_copy(update=changed), other, model, owner=holder.run_id, stage=stage)
+
+    pairs = _common_documents(space, evaluated.scored, theirs_by(evaluated.spec))
+    if not pairs and evaluated.spec.max_tokens is not None:
         # The part that the evaluation takes holds no whole document: both score the whole split instead.
-        spec = spec.model_copy(update={"max_tokens": None})
-        mine = score(space, run, spec, own, evaluated.model, owner=run.run_id)
-        theirs = score(space, run, spec.model_copy(update=changed), other, model, owner=holder.run_id)
-        pairs = _common_documents(space, mine, theirs)
+        whole = evaluated.spec.model_copy(update={"max_tokens": None})
+        mine_whole = score(space, run, whole, dataset, evaluated.model, owner=run.run_id, stage=stage)
+        pairs = _common_documents(space, mine_whole, theirs_by(whole))
     if not pairs:
         raise InputError("it has another tokenizer, and too few documents are scored by both")
     return _over(pairs)

@@ -68,7 +68,7 @@ def register(
         elif version.tags.get(SPEC_TAG) != evaluated.digest:
             registry.set_version_tags(name, version.version, _score_tags(evaluated))
         champion, verdict = _decide(
-            registry, version, lambda holder: compare(space, run, data, evaluated, holder)
+            registry, version, lambda holder: compare(space, run, data, evaluated, holder, stage)
         )
         space.tracker.set_tags(
             run.run_id, {VERSION_TAG: f"{name}/{version.version}", SCORE_TAG: repr(evaluated.bits_per_byte)}
