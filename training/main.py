@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import torch
 
-from data_prep.dataset import open_dataset
+from data_prep.dataset import Dataset, open_dataset
 from data_prep.order import SampleOrder
 from headrace import faults
 from headrace.environment import work_path
@@ -99,6 +99,7 @@ def _train(spec: AttemptSpec, sink: Sink, stop: threading.Event) -> Outcome:
     set_threads(spec.run)
     storage = Storage.open(spec.storage_root)
     world = join_world(spec.run.layout, timeout_seconds=3 * spec.run.launch.hang_timeout_seconds)
+    tell_start(spec, world, sink)
     training = assemble(spec, storage, world, sink, stop)
     outcome = train(training)
     sink.event(outcome, step=training.state.step, tokens_seen=training.state.tokens_seen)
@@ -132,36 +133,25 @@ def set_threads(run: RunSpec) -> None:
     torch.set_num_threads(run.launch.threads_per_rank or max(1, cores // run.launch.ranks_per_node))
 
 
+def tell_start(spec: AttemptSpec, world: World, sink: Sink) -> None:
+    """The first event of the attempt: from where it goes on, and on what."""
+    sink.event(
+        "attempt.started",
+        step=spec.restore.step if spec.restore else 0,
+        restore=spec.restore.model_dump() if spec.restore else None,
+        world_size=world.world_size,
+        device=str(world.device),
+        precision=spec.run.training.precision,
+        parameters=spec.run.model.num_parameters,
+        threads_per_rank=torch.get_num_threads(),
+    )
+
+
 def assemble(spec: AttemptSpec, storage: Storage, world: World, sink: Sink, stop: threading.Event) -> Training:
     """Build everything that the loop works with, and fill it from the checkpoint or from the initial weights."""
     run = spec.run
-    dataset = open_dataset(storage, run.dataset_key)
-    if dataset.digest != run.dataset_digest:
-        raise DamagedData(
-            f"The dataset {run.dataset_key} has the digest {dataset.digest}, but the run was made for "
-            f"{run.dataset_digest}."
-        )
-    if dataset.vocab_size > run.model.vocab_size:
-        raise ConfigError(
-            f"The dataset's tokenizer has {dataset.vocab_size} tokens, but model.vocab_size is {run.model.vocab_size}; "
-            f"set it to {dataset.vocab_size} or more."
-        )
-    cache = work_path() / "cache"
-    tokens = dataset.stream("train", cache)
-    samples = num_samples(len(tokens), run.training.seq_len)
-    if samples == 0:
-        raise InputError(
-            f"The train split of {run.dataset_key} holds {len(tokens)} tokens, fewer than one sequence of "
-            f"training.seq_len {run.training.seq_len} and its last target. Add text or lower training.seq_len."
-        )
-    batches = Batches(
-        tokens,
-        SampleOrder(run.dataset_digest, run.seed, samples),
-        seq_len=run.training.seq_len,
-        global_batch_size=run.training.global_batch_size,
-        dp_rank=world.dp_rank,
-        dp=world.dp,
-    )
+    dataset = open_run_dataset(run, storage)
+    batches = open_batches(run, dataset, world)
     seed_rank(run.seed, world.rank)
     engine = Engine.build(run.model, world, precision=run.training.precision, seed=run.seed)
     optimizer = build_adamw(engine.parameters.values(), run.optimizer)
@@ -174,34 +164,63 @@ def assemble(spec: AttemptSpec, storage: Storage, world: World, sink: Sink, stop
         origin = read_origin(storage, run.training.init_from, run.model)
         load_weights(engine.parameters, origin.weights)
         sink.event("weights.loaded", step=0, init_from=run.training.init_from, **origin.record)
-    eval_spec = EvalSpec.of(
-        run.evaluation,
-        dataset_digest=run.dataset_digest,
-        tokenizer_digest=run.tokenizer_digest,
-        window=run.training.seq_len,
-        precision=run.training.precision,
-    )
     score = functools.partial(
         evaluate,
         engine.infer,
-        dataset.stream("validation", cache),
-        eval_spec,
+        dataset.stream("validation", cache_path()),
+        EvalSpec.of(
+            run.evaluation,
+            dataset_digest=run.dataset_digest,
+            tokenizer_digest=run.tokenizer_digest,
+            window=run.training.seq_len,
+            precision=run.training.precision,
+        ),
         dataset.token_bytes(),
         world=world,
         batch_size=run.evaluation.batch_size,
         on_progress=lambda *_: sink.phase("evaluate"),
     )
-    sink.event(
-        "attempt.started",
-        step=state.step,
-        restore=spec.restore.model_dump() if spec.restore else None,
-        world_size=world.world_size,
-        device=str(world.device),
-        precision=run.training.precision,
-        parameters=run.model.num_parameters,
-        threads_per_rank=torch.get_num_threads(),
-    )
     return Training(run, engine, state, batches, score, checkpoints, sink, stop.is_set)
+
+
+def open_run_dataset(run: RunSpec, storage: Storage) -> Dataset:
+    """The dataset that the run was made for. Raises DamagedData for another, ConfigError when its tokens do not fit."""
+    dataset = open_dataset(storage, run.dataset_key)
+    if dataset.digest != run.dataset_digest:
+        raise DamagedData(
+            f"The dataset {run.dataset_key} has the digest {dataset.digest}, but the run was made for "
+            f"{run.dataset_digest}."
+        )
+    if dataset.vocab_size > run.model.vocab_size:
+        raise ConfigError(
+            f"The dataset's tokenizer has {dataset.vocab_size} tokens, but model.vocab_size is {run.model.vocab_size}; "
+            f"set it to {dataset.vocab_size} or more."
+        )
+    return dataset
+
+
+def open_batches(run: RunSpec, dataset: Dataset, world: World) -> Batches:
+    """This rank's batches. Raises InputError when the train split is shorter than one sequence."""
+    tokens = dataset.stream("train", cache_path())
+    samples = num_samples(len(tokens), run.training.seq_len)
+    if samples == 0:
+        raise InputError(
+            f"The train split of {run.dataset_key} holds {len(tokens)} tokens, fewer than one sequence of "
+            f"training.seq_len {run.training.seq_len} and its last target. Add text or lower training.seq_len."
+        )
+    return Batches(
+        tokens,
+        SampleOrder(run.dataset_digest, run.seed, samples),
+        seq_len=run.training.seq_len,
+        global_batch_size=run.training.global_batch_size,
+        dp_rank=world.dp_rank,
+        dp=world.dp,
+    )
+
+
+def cache_path() -> Path:
+    """Where copies of shards lie when the store is not a folder; shared by all runs of this machine."""
+    return work_path() / "cache"
 
 
 if __name__ == "__main__":
