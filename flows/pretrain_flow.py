@@ -34,9 +34,10 @@ from tasks.console import terminal
 from tasks.evaluate import EvaluateResult, evaluate
 from tasks.export import ExportResult, export
 from tasks.prepare import prepare
+from tasks.record import complete_run, open_run
 from tasks.register import RegisterResult, register
-from tasks.runs import DatasetRef, Run, RunRequest, Workspace, lease_key, resolve_run
-from tasks.shown import announce, bring_up_to_date, live_page, reap, untrained_bits_per_byte
+from tasks.runs import DatasetRef, Run, RunRequest, Workspace, lease_key
+from tasks.shown import live_page, reap, untrained_bits_per_byte
 from tasks.train import TrainingSession, TrainResult, train
 
 
@@ -65,11 +66,10 @@ def run_stages(config: PipelineConfig) -> PretrainResult:
 
     dataset = DatasetRef(prepared.dataset_key, prepared.digest, prepared.tokenizer_digest)
     request = run_request(config)
-    run = resolve_run(space, request, dataset)
+    run = open_run(space, request, dataset)
     if run.related:
         terminal().note(run.related)
     with only_command_of(space, run), true_status(space, run):
-        announce(space, run, request, dataset)
         training = train(space, run, TrainingSession())
         clock.lap("train", training.reused, f"step {training.step}")
         exported = export(space, run, training, config.registration.dtype)
@@ -78,7 +78,7 @@ def run_stages(config: PipelineConfig) -> PretrainResult:
         clock.lap("evaluate", evaluated.scored.reused, f"loss {evaluated.scored.summary['loss']:.4f}")
         registered = register(space, run, exported, evaluated, config.registered_name, config.data)
         clock.lap("register", registered.reused, f"{registered.name} version {registered.version}")
-        bring_up_to_date(space, run)
+        complete_run(space, run)
     result = summarise(space, run, clock, training, exported, evaluated, registered)
     publish(result)
     return result

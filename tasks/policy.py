@@ -7,8 +7,8 @@ from headrace.errors import HeadraceError
 RETRY_DELAYS = [1.0, 2.0, 5.0, 10.0, 20.0, 30.0]
 """Seconds before each further try; the last one repeats."""
 
-SHORT_RETRIES = 5
-"""Tries of a stage after the first, for a store or a tracking server that is away for a minute."""
+SHORT_RETRIES = 8
+"""Tries of a stage after the first, for a store or a tracking server that is away for two minutes."""
 
 TRAINING_RETRIES = 10_000
 """The progress rule ends a training that gets nowhere; a long one may lose a rank every day for years."""

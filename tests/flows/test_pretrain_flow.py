@@ -4,17 +4,19 @@ import json
 import sqlite3
 
 import pytest
+from prefect.exceptions import CancelledRun
 
 from data_prep.dataset import prepare as prepare_dataset
 from flows.config import PipelineConfig
 from flows.pretrain_flow import pretrain
 from headrace.config import merge, parse
-from headrace.errors import Cancelled, ConfigError, InputError, StorageUnavailable, Terminal, TrackingUnavailable
+from headrace.errors import ConfigError, InputError, StorageUnavailable, Terminal, TrackingUnavailable
 from headrace.storage import Storage
 from headrace.tracking import Tracker
 from tasks.evaluate import evaluate
 from tasks.export import export
 from tasks.prepare import prepare
+from tasks.record import complete_run, open_run
 from tasks.register import register
 from tasks.train import train
 from tests.mlflow_database import NOLOAD, new_database
@@ -35,7 +37,7 @@ CANARIES = {
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for stage in (prepare, train, export, evaluate, register):
+    for stage in (prepare, open_run, train, export, evaluate, register, complete_run):
         monkeypatch.setattr(stage, "retry_delay_seconds", 0)
     new_database(tmp_path / "home")
     return tmp_path / "home"
@@ -136,7 +138,7 @@ def test_attempts_without_progress_end_the_run_as_failed(home, config, ranks, st
     ("end", "raised"),
     [
         (KeyboardInterrupt(), KeyboardInterrupt),
-        (AttemptOutcome(kind="stopped", message="Stopped and saved at step 6.", step=6), Cancelled),
+        (AttemptOutcome(kind="stopped", message="Stopped and saved at step 6.", step=6), CancelledRun),
     ],
     ids=["interrupt", "stop"],
 )
@@ -148,6 +150,14 @@ def test_a_stopped_run_is_killed_in_mlflow_and_continues(home, config, ranks, st
     result = pretrain(config())
     assert (result.step, result.attempts) == (12, 2)
     assert status_of(home, result.run_id) == "FINISHED"
+
+
+def test_a_stopped_run_is_cancelled_in_prefect_and_the_flow_itself_never_retries(home, config, ranks, stages):
+    ranks.ends = [(6, AttemptOutcome(kind="stopped", message="Stopped and saved at step 6.", step=6))]
+    state = pretrain(config(), return_state=True)
+    assert state.is_cancelled()
+    assert state.message == "Stopped and saved at step 6. The same command continues from there."
+    assert pretrain.retries == 0
 
 
 def test_a_defect_is_failed_and_not_tried_again(home, config, ranks, stages):
@@ -236,6 +246,21 @@ def test_a_store_that_is_away_for_a_moment_is_tried_again(home, config, ranks, s
     monkeypatch.setattr("tasks.prepare.prepare_dataset", sometimes)
     assert pretrain(config()).step == 12
     assert failures == []
+
+
+def test_an_mlflow_that_is_away_for_a_moment_is_tried_again(home, config, ranks, stages, monkeypatch):
+    failures = [TrackingUnavailable("away")] * 6
+    real = Tracker.calls
+
+    def sometimes(self, what):
+        if ("parameters" in what or "ready" in what or "new version" in what) and failures:
+            raise failures.pop()
+        return real(self, what)
+
+    monkeypatch.setattr(Tracker, "calls", sometimes)
+    result = pretrain(config())
+    assert failures == []
+    assert (result.version, result.champion) == ("1", True)
 
 
 def test_credentials_in_the_environment_end_nowhere(home, config, ranks, stages, monkeypatch, caplog, capfd):

@@ -1,6 +1,7 @@
 """The class of an error says whether another try is worth it."""
 
 import pytest
+from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Crashed, Failed
 
 from headrace import errors
@@ -8,6 +9,7 @@ from tasks.evaluate import evaluate
 from tasks.export import export
 from tasks.policy import RETRY_DELAYS, worth_another_try
 from tasks.prepare import prepare
+from tasks.record import complete_run, open_run
 from tasks.register import register
 from tasks.train import train
 
@@ -36,10 +38,10 @@ def test_only_an_error_is_worth_another_try():
     assert not worth_another_try(None, None, Crashed(data=KeyboardInterrupt()))
 
 
-@pytest.mark.parametrize("stage", [prepare, train, export, evaluate, register])
+@pytest.mark.parametrize("stage", [prepare, open_run, train, export, evaluate, register, complete_run])
 def test_every_stage_asks_this_policy_and_nobody_else(stage):
     assert stage.retry_condition_fn is worth_another_try
     assert stage.retry_delay_seconds == RETRY_DELAYS
     assert stage.retries >= 5
     assert not stage.persist_result
-    assert repr(stage.cache_policy) == "NO_CACHE" or stage.cache_policy.compute_key(None, {}, {}) is None
+    assert stage.cache_policy == NO_CACHE
