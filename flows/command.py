@@ -6,7 +6,9 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import time
+import webbrowser
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -28,6 +30,8 @@ def run_pipeline(config: PipelineConfig, terminal: Terminal) -> PretrainResult:
     Raises what the flow raises, and Cancelled when it was stopped by a signal.
     """
     show_logs(terminal)
+    if not mlflow_database().exists() and "MLFLOW_TRACKING_URI" not in os.environ:
+        terminal.note("First start: MLflow and Prefect make their databases, which takes about 20 seconds.")
     with stopped_by_signals(), prefect_api() as wait:
         # The server starts meanwhile, on another core; and what MLflow has to say is said before that takes long.
         from prefect.exceptions import CancelledRun, TerminationSignal
@@ -96,11 +100,18 @@ def serve_pages(port: int, terminal: Terminal, on_page: Callable[[str], None]) -
             _wait_for(server, f"http://127.0.0.1:{port}", log)
             terminal.note(f"MLflow: {page}   (Ctrl-C ends it)")
             on_page(page)
+            if has_screen():
+                webbrowser.open(page)
             server.wait()
         except KeyboardInterrupt:
             pass  # how a server is ended
         finally:
             _end(server)
+
+
+def has_screen() -> bool:
+    """Whether somebody sits before a screen on which a page can be opened."""
+    return sys.stdout.isatty() and bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def _wait_for(server: "subprocess.Popen[bytes]", uri: str, log: Path) -> None:

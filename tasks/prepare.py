@@ -1,5 +1,7 @@
 """The stage `prepare`: from text to a committed dataset. What is committed is found again and kept."""
 
+import time
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -51,6 +53,7 @@ class _Progress:
     def __init__(self, stage: StageProgress) -> None:
         self._stage = stage
         self._told: set[str] = set()
+        self._tokenising_since: float | None = None
 
     def __call__(self, progress: PrepareProgress) -> None:
         if progress.note and progress.note not in self._told:
@@ -60,12 +63,15 @@ class _Progress:
         if progress.stage != "units" or not progress.units_total:
             self._stage.update(doing=doing)
             return
+        self._tokenising_since = self._tokenising_since or time.monotonic()
+        seconds = time.monotonic() - self._tokenising_since
         read = 100 * progress.text_bytes // progress.bytes_total if progress.bytes_total else 0
         self._stage.update(
             progress.units_done,
             total=progress.units_total,
             documents=progress.documents,
             tokens=progress.tokens,
+            tokens_per_second=progress.tokens / seconds if seconds > 0 else 0.0,
             read=f"{min(read, 100)}%",
             doing=doing,
         )

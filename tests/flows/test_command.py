@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from flows.command import serve_pages, show_logs, stopped_by_signals
+from flows.command import has_screen, serve_pages, show_logs, stopped_by_signals
 from headrace.errors import ConfigError, HeadraceError
 from headrace.terminal import Terminal
 from tests.mlflow_database import NOLOAD
@@ -100,6 +101,17 @@ def test_pages_are_served_until_ctrl_c(stub_mlflow, terminal, monkeypatch):
     assert pages[0].endswith("/#/experiments?workflowType=machine_learning")
     assert started[0].poll() is not None
     assert pages[0] in terminal._console.file.getvalue()
+
+
+def test_a_page_is_opened_only_before_a_screen(monkeypatch):
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    assert not has_screen()
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert has_screen()
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert not has_screen()
 
 
 def test_a_server_that_does_not_start_names_its_log(stub_mlflow, terminal, tmp_path):

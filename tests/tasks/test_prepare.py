@@ -1,6 +1,8 @@
 """What the stage `prepare` shows; that it prepares is shown with `data_prep`."""
 
 import io
+import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,9 +12,6 @@ from headrace.errors import InputError
 from headrace.terminal import Terminal
 from tasks.console import showing_on, terminal
 from tasks.prepare import prepare, summary
-from tests.mlflow_database import NOLOAD
-
-pytestmark = pytest.mark.filterwarnings(NOLOAD)
 
 RESULT = PrepareResult(
     dataset_key="tiny-1",
@@ -37,6 +36,11 @@ def test_what_was_skipped_is_said_with_its_reasons():
     assert summary(skipped).endswith("skipped 1,202 (empty 2, not-utf-8 1,200)")
 
 
+@pytest.fixture
+def space(tmp_path):
+    return SimpleNamespace(storage=object(), work_dir=tmp_path)
+
+
 def test_progress_is_shown_and_each_note_once(space, monkeypatch):
     def prepare_dataset(storage, data, tokenizer, *, work_dir, progress):
         assert storage is space.storage
@@ -53,7 +57,7 @@ def test_progress_is_shown_and_each_note_once(space, monkeypatch):
         assert prepare.fn(space, None, None) is RESULT
     text = stream.getvalue()
     assert text.count("waiting for it") == 1
-    assert "prepare: units 2/4  50%  doing=tokenising  documents=5  tokens=700  read=50%" in text
+    assert re.search(r"prepare: units 2/4  50%  doing=tokenising  documents=5  tokens=700  tok/s=\S+  read=50%", text)
     assert "10 documents, 10,000 tokens, 4 units built, 29 reused" in text
 
 
