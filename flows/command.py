@@ -100,8 +100,7 @@ def serve_pages(port: int, terminal: Terminal, on_page: Callable[[str], None]) -
             _wait_for(server, f"http://127.0.0.1:{port}", log)
             terminal.note(f"MLflow: {page}   (Ctrl-C ends it)")
             on_page(page)
-            if has_screen():
-                webbrowser.open(page)
+            open_on_screen(page)
             server.wait()
         except KeyboardInterrupt:
             pass  # how a server is ended
@@ -109,9 +108,16 @@ def serve_pages(port: int, terminal: Terminal, on_page: Callable[[str], None]) -
             _end(server)
 
 
-def has_screen() -> bool:
-    """Whether somebody sits before a screen on which a page can be opened."""
-    return sys.stdout.isatty() and bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+def open_on_screen(page: str) -> None:
+    """Open the page when somebody sits before a screen: a browser inside the terminal would take the terminal away."""
+    if not sys.stdout.isatty():
+        return
+    try:
+        browser = webbrowser.get()
+    except webbrowser.Error:
+        return  # there is none
+    if isinstance(browser, webbrowser.BackgroundBrowser | webbrowser.UnixBrowser):
+        browser.open(page)
 
 
 def _wait_for(server: "subprocess.Popen[bytes]", uri: str, log: Path) -> None:

@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import webbrowser
 from types import SimpleNamespace
 
 import pytest
 
-from flows.command import has_screen, serve_pages, show_logs, stopped_by_signals
+from flows.command import open_on_screen, serve_pages, show_logs, stopped_by_signals
 from headrace.errors import ConfigError, HeadraceError
 from headrace.terminal import Terminal
 from tests.mlflow_database import NOLOAD
@@ -103,15 +104,30 @@ def test_pages_are_served_until_ctrl_c(stub_mlflow, terminal, monkeypatch):
     assert pages[0] in terminal._console.file.getvalue()
 
 
-def test_a_page_is_opened_only_before_a_screen(monkeypatch):
-    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
-    monkeypatch.delenv("DISPLAY", raising=False)
-    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
-    assert not has_screen()
-    monkeypatch.setenv("DISPLAY", ":0")
-    assert has_screen()
-    monkeypatch.setattr("sys.stdout", io.StringIO())
-    assert not has_screen()
+@pytest.mark.parametrize(
+    ("terminal_is_one", "browser", "opened"),
+    [
+        (True, webbrowser.BackgroundBrowser, ["the page"]),
+        (False, webbrowser.BackgroundBrowser, []),
+        (True, webbrowser.GenericBrowser, []),
+        (True, None, []),
+    ],
+    ids=["screen", "pipe", "browser in the terminal", "no browser"],
+)
+def test_a_page_is_opened_only_before_a_screen(monkeypatch, terminal_is_one, browser, opened):
+    pages = []
+
+    def get():
+        if browser is None:
+            raise webbrowser.Error("could not locate runnable browser")
+        found = browser("a-browser")
+        monkeypatch.setattr(found, "open", pages.append)
+        return found
+
+    monkeypatch.setattr("flows.command.webbrowser.get", get)
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: terminal_is_one))
+    open_on_screen("the page")
+    assert pages == opened
 
 
 def test_a_server_that_does_not_start_names_its_log(stub_mlflow, terminal, tmp_path):
