@@ -8,20 +8,23 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 
 
 class InputConfig(Part):
-    """One place that text comes from."""
+    """One place that text comes from.
 
-    path: str = identity(
+    Nothing of it is identity: what was read decides, through the dataset's digest, so a corpus may be moved.
+    """
+
+    path: str = execution(
         description="a file, a folder, a glob, or `python-stdlib:` for the Python standard library's own sources",
         min_length=1,
     )
-    format: Literal["auto", "source", "txt", "jsonl"] = identity(
+    format: Literal["auto", "source", "txt", "jsonl"] = execution(
         "auto",
         description="source and txt: one document a file; jsonl: one document a line; auto: by the file's ending",
     )
-    include: tuple[str, ...] = identity(
+    include: tuple[str, ...] = execution(
         ("*",), description="patterns of file names to take below a folder", min_length=1
     )
-    text_field: str = identity("text", description="the field of a jsonl line that holds the text", min_length=1)
+    text_field: str = execution("text", description="the field of a jsonl line that holds the text", min_length=1)
 
 
 class DataConfig(Part):
@@ -30,7 +33,7 @@ class DataConfig(Part):
     name: str = identity(
         description="name of the dataset: lower case letters, digits, dot, dash, underscore", pattern=NAME_PATTERN
     )
-    inputs: tuple[InputConfig, ...] = identity(description="the places that text comes from", min_length=1)
+    inputs: tuple[InputConfig, ...] = execution(description="the places that text comes from", min_length=1)
     on_error: Literal["fail", "skip"] = identity(
         "fail", description="what a document that cannot be read does: stop the run, or be left out and counted"
     )
@@ -47,7 +50,7 @@ class DataConfig(Part):
 class TokenizerConfig(Part):
     """A byte-level BPE trained on the corpus, or a given one."""
 
-    path: str | None = identity(
+    path: str | None = execution(
         None, description="a tokenizer.json to use as it is; none trains one on the corpus and keeps it"
     )
     vocab_size: int = identity(4096, description="tokens in the vocabulary of a trained tokenizer", ge=257, le=2**20)

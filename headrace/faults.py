@@ -25,8 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace import errors
+from headrace.process import pid_alive, start_time
 
 ENVIRONMENT_VARIABLE = "HEADRACE_FAULTS"
+
+GONE_SECONDS = 5.0
+SIGNAL_SECONDS = 0.2
 
 _OPTIONS = {"point", "action", "target", "seconds", "always", "error"}
 
@@ -144,4 +148,14 @@ def _fire(plan: _Plan, fault: _Fault) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     else:
         pid = int((plan.directory / f"{fault.target}.pid").read_text(encoding="utf-8"))
+        started = start_time(pid)
         os.kill(pid, signal.SIGKILL)
+        _wait_until_gone(pid, started)
+
+
+def _wait_until_gone(pid: int, started: int | None) -> None:
+    """Do not run on to the next point before the kernel has told our own death, when we die with the target."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while pid_alive(pid, started) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(SIGNAL_SECONDS)

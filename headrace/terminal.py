@@ -154,8 +154,9 @@ class Terminal:
         except (KeyboardInterrupt, Cancelled, Preempted):
             how = "stopped after"
             raise
-        except BaseException:
-            how = "failed after"
+        except BaseException as error:
+            # Prefect ends a flow by an exception of its own that is no Exception either.
+            how = "failed after" if isinstance(error, Exception) else "stopped after"
             raise
         finally:
             self._close(progress, how)

@@ -12,8 +12,9 @@ from mlflow import MlflowClient
 
 from tests.chaos.conftest import STEPS
 from tests.chaos.harness import Lab, final_tensors
+from tests.mlflow_database import NOLOAD
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.filterwarnings(NOLOAD)]
 
 SAVE_EVERY = 3
 SLOW_STEPS = {"point": "step.middle", "action": "sleep", "seconds": 0.25, "always": True}
@@ -112,7 +113,7 @@ def assert_parent_tells_the_truth(lab: Lab, result: dict[str, Any], steps: int) 
     assert len(attempts) == result["attempts"]
     assert "RUNNING" not in {attempt.info.status for attempt in attempts}
     assert [attempt.info.status for attempt in attempts].count("FINISHED") == 1
-    assert [version.version for version in versions(lab)] == [result["version"]]
+    assert [str(version.version) for version in versions(lab)] == [result["version"]]
     assert str(mlflow.get_model_version_by_alias("chaos", "champion").version) == str(result["version"])
     models = mlflow.search_logged_models([run.info.experiment_id])
     assert len([model for model in models if model.status == "READY"]) == 1

@@ -77,6 +77,8 @@ def test_layout_and_intervals_stay_out_of_the_identity() -> None:
             evaluation={"every": 3, "max_tokens": 100},
             tracking={"experiment": "elsewhere"},
             storage={"root": "s3://bucket/x"},
+            data={"name": "t", "inputs": [{"path": "moved/elsewhere"}]},
+            tokenizer={"path": "moved/tokenizer.json"},
         ),
     )
     assert identity_document(one) == identity_document(two)
