@@ -16,6 +16,7 @@ import yaml
 
 from data_prep.config import NAME_PATTERN, InputConfig
 from data_prep.sources import SourceFile, discover
+from headrace.errors import InputError
 
 T = TypeVar("T")
 
@@ -122,6 +123,8 @@ def _step(value: int, limits: Sequence[tuple[int, T]], beyond: T) -> T:
 def write_config(data: str, name: str | None, machine: Machine) -> str:
     """A commented config for the text at `data`, as YAML. Raises InputError when there is no text."""
     files = discover((InputConfig(path=data),))
+    if not any(file.size for file in files):
+        raise InputError(f"There is no text at {data}: {len(files):,} files, all empty. Name a folder with text in it.")
     sizes = choose_sizes(sum(file.size for file in files), machine)
     return _render(data, name or default_name(data), files, sizes, machine)
 

@@ -31,7 +31,9 @@ MAX_EXTENDS_DEPTH = 8
 class Part(BaseModel):
     """One frozen, closed piece of configuration."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 def identity(default: Any = ..., *, description: str, **constraints: Any) -> Any:
@@ -212,6 +214,8 @@ def _explain(model: type[Part], fault: ErrorDetails) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if not key:
         return message
+    if isinstance(fault["input"], Mapping):
+        return message if "." in message.split(" ", 1)[0] else f"{key}: {message[0].lower() + message[1:]}"
     return f"{key}: {message[0].lower() + message[1:]}, got {_shortened(fault['input'])}"
 
 

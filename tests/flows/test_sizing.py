@@ -147,3 +147,9 @@ def test_bfloat16_is_read_off_the_processor(
 def test_a_name_of_digits_stays_a_name(texts: Path) -> None:
     document = yaml.safe_load(write_config(str(texts), "2024", Machine(2, 0)))
     assert (document["name"], document["data"]["name"]) == ("2024", "2024")
+
+
+def test_empty_files_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(InputError, match="1 files, all empty"):
+        write_config(str(tmp_path), "x", Machine(2, 0))

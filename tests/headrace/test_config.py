@@ -99,6 +99,7 @@ def test_a_missing_file_names_the_command_that_writes_one(tmp_path: Path) -> Non
         ({"name": "x", "rate": 1}, "Unknown key 'rate'; did you mean 'inner.rate'?"),
         ({"name": "x", "inner": {"workers": "two"}}, "inner.workers: input should be a valid integer"),
         ({"name": "x", "inner": {"rate": -1}}, "inner.rate: input should be greater than 0, got -1"),
+        ({"name": "x", "inner": {"rate": float("inf")}}, "inner.rate: input should be a finite number, got inf"),
         ({}, "name is required: the name"),
         (
             {"name": "x", "items": [{"pth": "a", "path": "b"}]},
