@@ -34,6 +34,9 @@ def units(result: dict[str, Any]) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+# Stock webdataset leaves the tars it read to the garbage collector.
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_only_what_depends_on_a_change_is_done_again(lab: Lab, corpus: Path) -> None:
     own = lab.folder / "corpus"
     shutil.copytree(corpus, own)
