@@ -205,7 +205,8 @@ def test_markup_and_long_lines_are_written_as_they_are(terminal: Terminal, strea
     assert lines(stream) == [text, "Error: It failed."]
 
 
-def test_on_a_terminal():
+def test_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")  # where the tests run it may be "dumb", which is a terminal for lines
     screen = Screen()
     terminal = Terminal(stream=screen)
     assert not terminal.plain

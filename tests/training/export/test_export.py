@@ -107,13 +107,12 @@ def test_transformers_reads_the_same_logits(store, dtype):
     theirs = AutoModelForCausalLM.from_pretrained(store / TARGET)
     assert str(theirs.dtype) == f"torch.{dtype}"
     assert theirs.num_parameters() == commit.body["num_parameters"]
+    theirs = theirs.float()  # the weights are what was exported; how a processor rounds bfloat16 products is its own
     tokens = torch.randint(0, VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        ours = decoder_of(store, getattr(torch, dtype))(tokens)
+        ours = decoder_of(store, getattr(torch, dtype)).float()(tokens)
         logits = theirs(tokens).logits
-    tolerance = 1e-5 if dtype == "float32" else 0.05
-    assert logits.dtype == ours.dtype
-    torch.testing.assert_close(logits, ours, rtol=0, atol=tolerance)
+    torch.testing.assert_close(logits, ours, rtol=0, atol=1e-5)
 
     tokenizer = AutoTokenizer.from_pretrained(store / TARGET)
     assert tokenizer.decode(tokenizer("to be")["input_ids"]) == "to be"
