@@ -55,6 +55,22 @@ def discover(inputs: tuple[InputConfig, ...]) -> list[SourceFile]:
     return files
 
 
+def require_text(inputs: tuple[InputConfig, ...]) -> None:
+    """Refuse inputs among which one has no file, or of which all files are empty; stops looking as soon as it can.
+
+    Raises InputError as `discover` does.
+    """
+    empty = True
+    for config in inputs:
+        files = _find(config)
+        first = next(files, None)
+        if first is None:
+            raise InputError(_nothing_found(config))
+        empty = empty and first[1].stat().st_size == 0 and all(path.stat().st_size == 0 for _, path in files)
+    if empty:
+        raise InputError(f"Every file of the inputs is empty ({inputs[0].path!r} first). Give text in data.inputs.")
+
+
 def _find(config: InputConfig) -> Iterator[tuple[str, Path]]:
     if config.path.startswith(PYTHON_STDLIB):
         yield from _find_stdlib(config)

@@ -144,20 +144,26 @@ def parse_tokenizer(tokenizer_json: bytes, where: str) -> tokenizers.Tokenizer:
 
 
 def pin_given(storage: Storage, config: TokenizerConfig) -> PinnedTokenizer:
-    """Put the tokenizer.json of `config.path` on the store under its own digest, and describe it.
+    """Put the tokenizer.json of `config.path` on the store under its own digest, and describe it; raises as below."""
+    pinned, data = read_given(config)
+    _publish(storage, pinned, data, {"origin": "given"})
+    return pinned
 
-    Raises InputError when the file cannot be read, is no tokenizer, or has no end or begin token as asked.
+
+def read_given(config: TokenizerConfig) -> tuple[PinnedTokenizer, bytes]:
+    """The tokenizer.json of `config.path`, described, and its bytes.
+
+    Raises InputError when the file cannot be read or is no tokenizer, ConfigError when it has no end or begin token
+    as asked.
     """
-    assert config.path is not None, "pin_given is for a given tokenizer"
+    assert config.path is not None, "this is for a given tokenizer"
     path = Path(config.path).expanduser()
     path = path / FILE_NAME if path.is_dir() else path
     try:
         data = path.read_bytes()
     except OSError as error:
         raise InputError(f"The tokenizer {path} cannot be read: {error.strerror}. Correct tokenizer.path.") from error
-    pinned = _describe(sha256_bytes(data), data, config, str(path))
-    _publish(storage, pinned, data, {"origin": "given"})
-    return pinned
+    return _describe(sha256_bytes(data), data, config, str(path)), data
 
 
 def trained_key(dataset_name: str, config: TokenizerConfig) -> str:

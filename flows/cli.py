@@ -58,7 +58,7 @@ def init(
 
     from flows.config import PipelineConfig
     from flows.sizing import Machine, write_config
-    from headrace.config import parse
+    from headrace.config_check import parse
 
     text = write_config(data, name, Machine.here())
     document = yaml.safe_load(text)
@@ -168,9 +168,7 @@ def runs_show(
 def generate(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL", help="A registered model, models:/NAME@ALIAS, the id of a run, or a folder."
-        ),
+        typer.Argument(metavar="MODEL", help="A registered model, models:/NAME@ALIAS, the id of a run, or a folder."),
     ],
     prompt: Annotated[str, typer.Option("--prompt", help="The text to continue.")],
     as_json: Json = False,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from flows.config import PipelineConfig
+from flows.config import PipelineConfig, require_vocabulary
 from flows.embedded import free_port, prefect_api
 from flows.result import PretrainResult
 from headrace.environment import PACKAGES, mlflow_database
@@ -30,6 +30,7 @@ def run_pipeline(config: PipelineConfig, terminal: Terminal) -> PretrainResult:
     Raises what the flow raises, and Cancelled when it was stopped by a signal.
     """
     show_logs(terminal)
+    check_inputs(config)
     if not mlflow_database().exists() and "MLFLOW_TRACKING_URI" not in os.environ:
         terminal.note("First start: MLflow and Prefect make their databases, which takes about 20 seconds.")
     with stopped_by_signals(), prefect_api() as wait:
@@ -49,6 +50,20 @@ def run_pipeline(config: PipelineConfig, terminal: Terminal) -> PretrainResult:
                 raise Cancelled(str(stopped)) from None
             except TerminationSignal:
                 raise Cancelled("Stopped. The same command continues from what is committed.") from None
+
+
+def check_inputs(config: PipelineConfig) -> None:
+    """Refuse what no server is needed to see: no text, a wrong tokenizer, a vocabulary that the model cannot hold.
+
+    Raises InputError and ConfigError.
+    """
+    from data_prep.sources import require_text
+    from data_prep.tokenizers import read_given
+
+    require_text(config.data.inputs)
+    if config.tokenizer.path is not None:
+        given, _ = read_given(config.tokenizer)
+        require_vocabulary(config, given.vocab_size)
 
 
 def continue_text(model: str, prompt: str) -> tuple[Path, str]:

@@ -6,7 +6,9 @@ from typing import Literal
 from pydantic import model_validator
 
 from data_prep.config import NAME_PATTERN, DataConfig, TokenizerConfig
-from headrace.config import Part, execution, identity, load_document, parse
+from headrace.config import Part, execution, identity, load_document
+from headrace.config_check import parse
+from headrace.errors import ConfigError
 from training.checkpoint.config import CheckpointConfig
 from training.config import TrainingConfig
 from training.evaluation.config import EvaluationConfig
@@ -14,6 +16,9 @@ from training.launch.config import LaunchConfig
 from training.model.config import ModelConfig
 from training.optim.config import OptimizerConfig, ScheduleConfig
 from training.parallel.config import LayoutConfig
+
+STORES = ("file", "s3", "memory")
+"""Schemes of store URLs; memory is for tests: nothing else sees it."""
 
 
 class StorageConfig(Part):
@@ -138,7 +143,8 @@ def _warmup_fits(config: PipelineConfig) -> str | None:
         return None
     return (
         f"schedule.warmup_steps must not be above training.steps: {config.schedule.warmup_steps} is above "
-        f"{config.training.steps}; set warmup_steps to {max(1, config.training.steps // 10)}"
+        f"{config.training.steps}; set schedule.warmup_steps to {config.training.steps} or less "
+        f"({round(config.training.steps / 10)} would be a tenth)"
     )
 
 
@@ -148,7 +154,24 @@ def _device_fits(config: PipelineConfig) -> str | None:
     return None
 
 
-RULES = (_ranks_fit, _batch_fits, _sequence_fits, _vocabulary_fits, _warmup_fits, _device_fits)
+def _store_is_known(config: PipelineConfig) -> str | None:
+    root = config.storage.root
+    scheme, separator, _ = (root or "").partition("://")
+    if not separator or scheme in STORES:
+        return None
+    return f"storage.root must be a folder, file://… or s3://…, got {root}"
+
+
+RULES = (_ranks_fit, _batch_fits, _sequence_fits, _vocabulary_fits, _warmup_fits, _device_fits, _store_is_known)
+
+
+def require_vocabulary(config: PipelineConfig, tokens: int) -> None:
+    """Refuse a tokenizer whose ids the model cannot hold. Raises ConfigError."""
+    if tokens > config.model.vocab_size:
+        raise ConfigError(
+            f"The tokenizer has {tokens} tokens, but model.vocab_size is {config.model.vocab_size}; set "
+            f"model.vocab_size to {tokens} or more."
+        )
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> PipelineConfig:

@@ -20,12 +20,12 @@ from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled as PrefectCancelled
 
 from data_prep.dataset import PrepareResult
-from flows.config import PipelineConfig, store_root
+from flows.config import PipelineConfig, require_vocabulary, store_root
 from flows.result import PretrainResult, Scores, StageResult
 from headrace import faults
 from headrace.config import identity_document
 from headrace.environment import home, work_path
-from headrace.errors import Cancelled, ConfigError, HeadraceError, InputError, Preempted
+from headrace.errors import Cancelled, HeadraceError, InputError, Preempted
 from headrace.lease import LeaseHolder, hold
 from headrace.storage import Storage
 from headrace.tracking import Status, Tracker
@@ -93,11 +93,7 @@ def open_workspace(config: PipelineConfig) -> Workspace:
 
 def require_fit(config: PipelineConfig, prepared: PrepareResult) -> None:
     """Refuse a dataset that this model cannot be trained on, before a run is made."""
-    if prepared.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"The tokenizer has {prepared.vocab_size} tokens, but model.vocab_size is {config.model.vocab_size}; set "
-            f"model.vocab_size to {prepared.vocab_size} or more."
-        )
+    require_vocabulary(config, prepared.vocab_size)
     tokens = prepared.counts.splits["train"].tokens
     if tokens <= config.training.seq_len:
         raise InputError(

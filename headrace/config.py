@@ -1,4 +1,4 @@
-"""The base of every config part, and the way from a YAML file to a validated tree.
+"""The base of every config part, and the way from a YAML file to a document; `config_check` validates it.
 
 A *part* is a frozen, closed pydantic model that lies beside the code it configures. Each field says what it is:
 
@@ -9,22 +9,20 @@ A *part* is a frozen, closed pydantic model that lies beside the code it configu
 - **evaluation**: it decides what is measured. It belongs to the evaluation's own digest and never retrains.
 """
 
-import difflib
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticUndefined
+from pydantic_core import PydanticUndefined
 
 from headrace.errors import ConfigError
 
 Role = Literal["identity", "execution", "evaluation"]
-PartT = TypeVar("PartT", bound="Part")
 MAX_EXTENDS_DEPTH = 8
 
 
@@ -118,17 +116,27 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"The config file {path} does not exist; `headrace init DATA > {path.name}` writes one"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The config file {path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"The config file {path} cannot be read: {error.strerror}; give a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"The config file {path} is not UTF-8 text (byte {error.start})") from error
     try:
         document = yaml.load(text, Loader=_ClosedLoader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {yaml_fault(error)}") from error
     if document is None:
         return {}
     if not isinstance(document, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got a {type(document).__name__}")
     return document
+
+
+def yaml_fault(error: yaml.YAMLError) -> str:
+    """What a YAML library has to say, on one line and with the place."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None) or 'not understood'}"
 
 
 class _ClosedLoader(yaml.SafeLoader):
@@ -166,7 +174,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     try:
         value = yaml.load(text, Loader=_ClosedLoader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {name}: the value {text!r} is not valid YAML: {error}") from error
+        raise ConfigError(f"--set {name}: the value {text!r} is not valid YAML: {yaml_fault(error)}") from error
     target: Any = document
     for depth, part in enumerate(parts[:-1]):
         target = _descend(target, part, ".".join(parts[: depth + 1]), override)
@@ -196,75 +204,13 @@ def _index(target: list[Any], part: str, override: str) -> int:
     return int(part)
 
 
-def parse(model: type[PartT], document: Mapping[str, Any]) -> PartT:
-    """Validate a whole document. Raises one ConfigError that lists every fault, each with its key and the way out."""
-    try:
-        return model.model_validate(document)
-    except ValidationError as error:
-        faults = [_explain(model, fault) for fault in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(faults))) from None
-
-
-def _explain(model: type[Part], fault: ErrorDetails) -> str:
-    key = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        return f"Unknown key {key!r}; {_nearest(model, fault['loc'])}"
-    if fault["type"] == "missing":
-        return f"{key} is required: {_description(model, fault['loc'])}"
-    message = fault["msg"].removeprefix("Value error, ")
-    if not key:
-        return message
-    if isinstance(fault["input"], Mapping):
-        return message if "." in message.split(" ", 1)[0] else f"{key}: {message[0].lower() + message[1:]}"
-    return f"{key}: {message[0].lower() + message[1:]}, got {_shortened(fault['input'])}"
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _nearest(model: type[Part], location: tuple[int | str, ...]) -> str:
-    wrong = str(location[-1])
-    section = _part_at(model, location[:-1])
-    here = sorted(section.model_fields) if section else []
-    close = difflib.get_close_matches(wrong, here, n=1, cutoff=0.6)
-    if close:
-        return f"the nearest key there is {close[0]!r}"
-    everywhere = [".".join(path) for path, _ in walk(model)]
-    same_name = [name for name in everywhere if name.rsplit(".", 1)[-1] == wrong]
-    if same_name:
-        return f"did you mean {same_name[0]!r}?"
-    far = difflib.get_close_matches(wrong, [name.rsplit(".", 1)[-1] for name in everywhere], n=1, cutoff=0.6)
-    if far:
-        return f"did you mean {next(n for n in everywhere if n.rsplit('.', 1)[-1] == far[0])!r}?"
-    return f"the keys there are {', '.join(here)}"
-
-
-def _description(model: type[Part], location: tuple[int | str, ...]) -> str:
-    section = _part_at(model, location[:-1])
-    field = section.model_fields.get(str(location[-1])) if section else None
-    return field.description if field and field.description else "see docs/guide.md"
-
-
-def _part_at(model: type[Part], location: tuple[int | str, ...]) -> type[Part] | None:
-    current: type[Part] | None = model
-    for step in location:
-        if current is None:
-            return None
-        if isinstance(step, int):
-            continue  # an index inside a list of parts: the item type was already entered
-        field = current.model_fields.get(step)
-        current = _part_inside(field.annotation) if field else None
-    return current
-
-
-def _part_inside(annotation: Any) -> type[Part] | None:
+def part_inside(annotation: Any) -> type[Part] | None:
+    """The part that a field holds, alone, in a list or as one of several types; None for a leaf."""
     if isinstance(annotation, type) and issubclass(annotation, Part):
         return annotation
     if typing.get_origin(annotation) in (tuple, list, typing.Union, types.UnionType):
         for argument in typing.get_args(annotation):
-            found = _part_inside(argument)
+            found = part_inside(argument)
             if found:
                 return found
     return None
@@ -274,7 +220,7 @@ def walk(model: type[Part], prefix: tuple[str, ...] = ()) -> list[tuple[tuple[st
     """Every leaf field of a tree of parts as (path, field), in the order of definition."""
     leaves: list[tuple[tuple[str, ...], FieldInfo]] = []
     for name, field in model.model_fields.items():
-        inner = _part_inside(field.annotation)
+        inner = part_inside(field.annotation)
         if inner is None or role_of(field) is not None:
             leaves.append(((*prefix, name), field))
         if inner is not None:

@@ -195,5 +195,3 @@ class EventMirror:
                 batch = points[:POINTS_IN_BATCH]
                 self._sink.log_points(run_id, batch)
                 del points[: len(batch)]
-
-

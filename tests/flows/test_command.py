@@ -89,9 +89,7 @@ def test_pages_are_served_until_ctrl_c(stub_mlflow, terminal, monkeypatch):
     stub_mlflow(HEALTHY)
     pages, started = [], []
     real = subprocess.Popen
-    monkeypatch.setattr(
-        "flows.command.subprocess.Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1]
-    )
+    monkeypatch.setattr("flows.command.subprocess.Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
 
     def seen(page: str) -> None:
         pages.append(page)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from flows.config import PipelineConfig, load_config, store_root
-from headrace.config import identity_document, parse, role_of, walk
+from headrace.config import identity_document, role_of, walk
+from headrace.config_check import parse
 from headrace.errors import ConfigError
 
 BASE: dict[str, Any] = {"name": "t", "data": {"name": "t", "inputs": [{"path": "texts"}]}}
@@ -37,13 +38,20 @@ def with_values(**sections: Any) -> dict[str, Any]:
         ),
         ({"training": {"seq_len": 512}}, "512 is above 256; raise model.max_seq_len to 512 or lower training.seq_len"),
         ({"tokenizer": {"vocab_size": 5000}}, "5000 is above 4096; set model.vocab_size to 5000"),
-        ({"schedule": {"warmup_steps": 300}}, "300 is above 256; set warmup_steps to 25"),
+        (
+            {"schedule": {"warmup_steps": 300}},
+            "300 is above 256; set schedule.warmup_steps to 256 or less (26 would be a tenth)",
+        ),
         ({"model": {"dim": 250, "num_heads": 6}}, "250 is not a multiple of 6; the nearest widths are 246 and 252"),
         ({"model": {"dim": 12, "num_heads": 4}}, "12 / 4 = 3; the nearest widths are 8 and 16"),
         ({"model": {"num_heads": 4, "num_kv_heads": 3}}, "with 4 heads num_kv_heads may be 1, 2, 4"),
-        ({"training": {"init_from": "elsewhere"}}, "training.init_from: string should match pattern"),
-        ({"data": {"name": "../prod", "inputs": [{"path": "x"}]}}, "data.name: string should match pattern"),
-        ({"data": {"name": "t", "inputs": []}}, "data.inputs: tuple should have at least 1 item"),
+        ({"training": {"init_from": "elsewhere"}}, "training.init_from must fit its description ("),
+        (
+            {"data": {"name": "../prod", "inputs": [{"path": "x"}]}},
+            "data.name must fit its description (name of the dataset: lower case letters",
+        ),
+        ({"data": {"name": "t", "inputs": []}}, "data.inputs must have at least 1 of them, got []"),
+        ({"storage": {"root": "ftp://host/x"}}, "storage.root must be a folder, file://… or s3://…, got ftp://host/x"),
         ({"training": {"precision": "float64"}, "layout": {"device": "cuda"}}, "set layout.device to cpu"),
     ],
 )

@@ -143,9 +143,7 @@ def test_the_server_ends_when_the_command_is_killed(environment, uvicorn, tmp_pa
         "import time\nfrom flows.embedded import EmbeddedServer\n"
         "server = EmbeddedServer.start(); server.wait(); print(server._process.pid, flush=True); time.sleep(600)\n"
     )
-    command = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
-    )
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     assert command.stdout is not None
     server = int(command.stdout.readline())
     assert pid_alive(server)

@@ -9,7 +9,8 @@ from prefect.exceptions import CancelledRun
 from data_prep.dataset import prepare as prepare_dataset
 from flows.config import PipelineConfig
 from flows.pretrain_flow import pretrain
-from headrace.config import merge, parse
+from headrace.config import merge
+from headrace.config_check import parse
 from headrace.errors import ConfigError, InputError, StorageUnavailable, Terminal, TrackingUnavailable
 from headrace.storage import Storage
 from headrace.tracking import Tracker

@@ -8,7 +8,7 @@ import yaml
 
 from flows.config import PipelineConfig
 from flows.sizing import BYTES_PER_TOKEN, CPU_TOKENS, Machine, choose_sizes, default_name, write_config
-from headrace.config import parse
+from headrace.config_check import parse
 from headrace.errors import InputError
 
 MACHINES = [Machine(1, 0), Machine(2, 0), Machine(64, 0), Machine(16, 1), Machine(96, 3), Machine(96, 8)]

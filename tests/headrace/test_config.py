@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import Part, execution, identity, identity_document, load_document, merge, parse, walk
+from headrace.config import Part, execution, identity, identity_document, load_document, merge, walk
+from headrace.config_check import parse
 from headrace.errors import ConfigError
 
 
@@ -97,9 +98,10 @@ def test_a_missing_file_names_the_command_that_writes_one(tmp_path: Path) -> Non
     [
         ({"name": "x", "inner": {"raet": 1}}, "Unknown key 'inner.raet'; the nearest key there is 'rate'"),
         ({"name": "x", "rate": 1}, "Unknown key 'rate'; did you mean 'inner.rate'?"),
-        ({"name": "x", "inner": {"workers": "two"}}, "inner.workers: input should be a valid integer"),
-        ({"name": "x", "inner": {"rate": -1}}, "inner.rate: input should be greater than 0, got -1"),
-        ({"name": "x", "inner": {"rate": float("inf")}}, "inner.rate: input should be a finite number, got inf"),
+        ({"name": "x", "inner": {"workers": "two"}}, "inner.workers must be a whole number, got 'two'"),
+        ({"name": "x", "inner": {"workers": "1e3"}}, "inner.workers must be a whole number, got '1e3'; write 1000"),
+        ({"name": "x", "inner": {"rate": -1}}, "inner.rate must be greater than 0, got -1"),
+        ({"name": "x", "inner": {"rate": float("inf")}}, "inner.rate must be a finite number, got inf"),
         ({}, "name is required: the name"),
         (
             {"name": "x", "items": [{"pth": "a", "path": "b"}]},
@@ -111,6 +113,20 @@ def test_a_wrong_document_names_key_value_and_way_out(document: dict[str, object
     with pytest.raises(ConfigError) as caught:
         parse(Outer, document)
     assert sentence in str(caught.value)
+
+
+def test_a_fault_of_yaml_is_one_line_with_its_place(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_document(write(tmp_path, "c.yaml", "name: x\ninner: {rate: 1\nitems: []\n"))
+    assert (
+        str(caught.value)
+        == f"{tmp_path / 'c.yaml'} is not valid YAML: line 3, column 6: expected ',' or '}}', but got ':'"
+    )
+
+
+def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory; give a YAML file"):
+        load_document(tmp_path)
 
 
 def test_every_fault_is_told_at_once() -> None:

@@ -82,9 +82,7 @@ def test_a_server_that_is_not_there_is_named_within_seconds():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         uri = f"http://me:secret@127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(
-            TrackingUnavailable, match=r"at http://\*\*\*@127\.0\.0\.1:\d+ does not answer"
-        ):
+        with pytest.raises(TrackingUnavailable, match=r"at http://\*\*\*@127\.0\.0\.1:\d+ does not answer"):
             Tracker.connect(uri)
         assert not server_answers(uri)
 

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from flows.config import PipelineConfig, load_config
-from headrace.config import parse, to_yaml
+from headrace.config import to_yaml
+from headrace.config_check import parse
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(CONFIGS.rglob("*.y*ml"))

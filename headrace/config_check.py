@@ -1,0 +1,130 @@
+"""From a document to a validated tree, or every fault of it in a sentence: key, rule, what was given, the way out."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from headrace.config import Part, part_inside, walk
+from headrace.errors import ConfigError
+
+PartT = TypeVar("PartT", bound=Part)
+
+WHOLE_NUMBER = "must be a whole number"
+NUMBER = "must be a number"
+YES_OR_NO = "must be true or false"
+RULES = {
+    "int_parsing": WHOLE_NUMBER,
+    "int_type": WHOLE_NUMBER,
+    "int_from_float": WHOLE_NUMBER,
+    "float_parsing": NUMBER,
+    "float_type": NUMBER,
+    "finite_number": "must be a finite number",
+    "bool_parsing": YES_OR_NO,
+    "bool_type": YES_OR_NO,
+    "string_type": "must be text",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_short": "must have at least {min_length} of them",
+    "too_long": "must have at most {max_length} of them",
+    "tuple_type": "must be a list",
+    "model_type": "must be a section of keys",
+    "model_attributes_type": "must be a section of keys",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be {le} or less",
+    "literal_error": "must be {expected}",
+}
+"""What each of pydantic's rules asks for; others keep pydantic's own words."""
+
+
+def parse(model: type[PartT], document: Mapping[str, Any]) -> PartT:
+    """Validate a whole document. Raises one ConfigError that lists every fault, each with its key and the way out."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        faults = [explain(model, fault) for fault in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(faults))) from None
+
+
+def explain(model: type[Part], fault: ErrorDetails) -> str:
+    """One fault of a document as one sentence."""
+    key = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return f"Unknown key {key!r}; {_nearest(model, fault['loc'])}"
+    if fault["type"] == "missing":
+        return f"{key} is required: {_description(model, fault['loc'])}"
+    message = fault["msg"].removeprefix("Value error, ")
+    if not key:
+        return message
+    if isinstance(fault["input"], Mapping) and fault["type"] == "value_error":
+        return message if "." in message.split(" ", 1)[0] else f"{key}: {message[0].lower() + message[1:]}"
+    return f"{key} {_rule(model, fault, message)}, got {_shortened(fault['input'])}{_hint(fault)}"
+
+
+def _rule(model: type[Part], fault: ErrorDetails, message: str) -> str:
+    kind = fault["type"]
+    limits = {
+        name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in fault.get("ctx", {}).items()
+    }
+    if kind == "string_too_short":
+        return "must not be empty" if limits["min_length"] == 1 else f"must have {limits['min_length']} characters"
+    if kind == "string_pattern_mismatch":
+        return f"must fit its description ({_description(model, fault['loc'])})"
+    if kind in RULES:
+        return RULES[kind].format_map(limits)
+    return f"is not right: {message[0].lower() + message[1:]}"
+
+
+def _hint(fault: ErrorDetails) -> str:
+    """YAML reads 1e3 as text: say how a whole number is written."""
+    given = fault["input"]
+    if RULES.get(fault["type"]) != WHOLE_NUMBER or not isinstance(given, str | float):
+        return ""
+    try:
+        number = float(given)
+    except ValueError:
+        return ""
+    return f"; write {int(number)}" if number.is_integer() else ""
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _nearest(model: type[Part], location: tuple[int | str, ...]) -> str:
+    wrong = str(location[-1])
+    section = _part_at(model, location[:-1])
+    here = sorted(section.model_fields) if section else []
+    close = difflib.get_close_matches(wrong, here, n=1, cutoff=0.6)
+    if close:
+        return f"the nearest key there is {close[0]!r}"
+    everywhere = [".".join(path) for path, _ in walk(model)]
+    same_name = [name for name in everywhere if name.rsplit(".", 1)[-1] == wrong]
+    if same_name:
+        return f"did you mean {same_name[0]!r}?"
+    far = difflib.get_close_matches(wrong, [name.rsplit(".", 1)[-1] for name in everywhere], n=1, cutoff=0.6)
+    if far:
+        return f"did you mean {next(n for n in everywhere if n.rsplit('.', 1)[-1] == far[0])!r}?"
+    return f"the keys there are {', '.join(here)}"
+
+
+def _description(model: type[Part], location: tuple[int | str, ...]) -> str:
+    section = _part_at(model, location[:-1])
+    field = section.model_fields.get(str(location[-1])) if section else None
+    return field.description if field and field.description else "see docs/guide.md"
+
+
+def _part_at(model: type[Part], location: tuple[int | str, ...]) -> type[Part] | None:
+    current: type[Part] | None = model
+    for step in location:
+        if current is None:
+            return None
+        if isinstance(step, int):
+            continue  # an index inside a list of parts: the item type was already entered
+        field = current.model_fields.get(step)
+        current = part_inside(field.annotation) if field else None
+    return current
