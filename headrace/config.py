@@ -9,6 +9,7 @@ A *part* is a frozen, closed pydantic model that lies beside the code it configu
 - **evaluation**: it decides what is measured. It belongs to the evaluation's own digest and never retrains.
 """
 
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -26,11 +27,22 @@ Role = Literal["identity", "execution", "evaluation"]
 MAX_EXTENDS_DEPTH = 8
 
 
+def _title(name: str) -> str:
+    """What a form calls a part: "Data" for DataConfig."""
+    words = re.findall(r"[A-Z][a-z]*|[0-9]+", name.removesuffix("Config"))
+    return " ".join(words).capitalize()
+
+
 class Part(BaseModel):
     """One frozen, closed piece of configuration."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        model_title_generator=lambda model: _title(model.__name__),
     )
 
 

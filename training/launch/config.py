@@ -12,10 +12,12 @@ class LaunchConfig(Part):
         0, description="computing threads of one rank on CPU; 0 shares the cores evenly", ge=0
     )
     hang_timeout_seconds: float = execution(
-        120.0, description="least silence of a rank that counts as a hang; five learned step times when longer", gt=0
+        120.0,
+        description="seconds of silence of a rank that count as a hang; five learned step times when longer",
+        gt=0,
     )
     stop_grace_seconds: float = execution(
-        25.0, description="time a stopping attempt has to save before it is killed", gt=0
+        25.0, description="seconds that a stopping attempt has to save before it is killed", gt=0
     )
     max_attempts_without_progress: int = execution(
         3, description="attempts in a row without a new committed step that end the run", ge=1
