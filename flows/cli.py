@@ -118,6 +118,47 @@ def run(config: Config, sets: Sets = None, as_json: Json = False) -> None:
     terminal.note(f"  next: {'   '.join(following if result.pages else [*following, 'headrace ui'])}")
 
 
+@app.command()
+def trigger(
+    config: Annotated[Path, typer.Option("--config", metavar="CONFIG", help="YAML file, as `headrace run` takes it.")],
+    sets: Sets = None,
+    idempotency_key: Annotated[
+        str | None, typer.Option("--idempotency-key", help="The same key never makes two runs; a commit's id, say.")
+    ] = None,
+    deployment: Annotated[
+        str, typer.Option("--deployment", metavar="FLOW/NAME", help="The deployment to run.")
+    ] = "pretrain/pretrain",
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Watch the run to its end and leave with its result; a signal cancels it.")
+    ] = False,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", metavar="SECONDS", help="With --wait: stop waiting; the run goes on.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Ask a Prefect server for a run of a deployment, and see it through.
+
+    The server is that of PREFECT_API_URL, or of the `headrace up` of this state folder.
+
+    \b
+    headrace trigger --config my.yaml --wait
+    headrace trigger --config my.yaml --set training.steps=500 --idempotency-key release-7
+    """
+    from flows.trigger import Request, for_worker, trigger_run
+
+    terminal = Terminal(json=as_json)
+    request = Request(for_worker(_load(config, sets), terminal), deployment, idempotency_key)
+    document = trigger_run(request, terminal, wait=wait, timeout=timeout)
+    if as_json:
+        emit_json(document)
+        return
+    rows = [[s["name"], s["outcome"], f"{s['seconds']:.1f} s", s["detail"]] for s in document.get("stages", [])]
+    if rows:
+        terminal.summary(f"{document['flow_run']}: {document['state']}", rows)
+    for page in document["pages"].values():
+        terminal.note(f"  {page}")
+
+
 @runs.command("ls")
 def runs_ls(as_json: Json = False) -> None:
     """List every run, newest first.

@@ -46,9 +46,14 @@ class LeaseHolder:
     beat: int
 
     @property
+    def here(self) -> bool:
+        """Whether the holder is, or was, a process of this machine: only then its process id says anything."""
+        return self.machine == machine_id()
+
+    @property
     def gone(self) -> bool:
         """Whether the holder is known to have ended: only this machine can know it."""
-        return self.machine == machine_id() and not pid_alive(self.pid, self.start_time)
+        return self.here and not pid_alive(self.pid, self.start_time)
 
 
 @contextlib.contextmanager
@@ -85,6 +90,12 @@ def hold(
         stop.set()
         thread.join()
         _release(storage, key, mine)
+
+
+def read_holder(storage: Storage, key: str) -> LeaseHolder | None:
+    """Return who holds the lease; None when nobody does, or when what lies there says nothing."""
+    data = _read(storage, key)
+    return _decode(data) if data is not None else None
 
 
 def _acquire(

@@ -18,6 +18,7 @@ COMMANDS = {
     "init": {"DATA", "--name", "--json"},
     "validate": {"CONFIG", "--set", "--show", "--json"},
     "run": {"CONFIG", "--set", "--json"},
+    "trigger": {"--config", "--set", "--idempotency-key", "--deployment", "--wait", "--timeout", "--json"},
     "runs ls": {"--json"},
     "runs show": {"RUN", "--json"},
     "generate": {"MODEL", "--prompt", "--json"},
