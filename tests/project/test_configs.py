@@ -29,7 +29,7 @@ def test_the_quickstart_is_what_it_says():
     config = load_config(CONFIGS / "quickstart.yaml")
 
     assert config.model.num_parameters == 3_671_296
-    assert config.training.steps * config.training.tokens_per_step == 524_288
+    assert config.training.steps * config.training.tokens_per_step == 1_048_576
     assert (config.launch.world_size, config.dp, config.grad_accum_steps) == (2, 2, 1)
     assert (config.tokenizer.vocab_size, config.training.seq_len) == (4096, 256)
     assert [source.path for source in config.data.inputs] == ["python-stdlib:"]
