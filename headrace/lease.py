@@ -70,7 +70,32 @@ def hold(
     `poll` and `ttl` are in seconds. `on_wait` is called once for every other holder that is waited for. Raises what
     the storage raises while waiting; a store that fails later only lets the lease run out.
     """
-    mine = LeaseHolder(
+    mine = _new_holder()
+    _acquire(storage, key, mine, poll, ttl, on_wait)
+    with _kept(storage, key, mine, ttl):
+        yield
+
+
+@contextlib.contextmanager
+def hold_if_free(storage: Storage, key: str, *, ttl: float = 30.0) -> Iterator[bool]:
+    """Hold the lease during the block when nobody else does, and say so: nobody is waited for.
+
+    A holder of another machine counts, however silent it is: to find that out takes `ttl` seconds.
+    """
+    mine = _new_holder()
+    current = _read(storage, key)
+    other = _decode(current) if current is not None else None
+    if other is not None and other.gone:
+        _remove(storage, key, functools.partial(operator.eq, current))
+    if not storage.create(key, _encode(mine)):
+        yield False
+        return
+    with _kept(storage, key, mine, ttl):
+        yield True
+
+
+def _new_holder() -> LeaseHolder:
+    return LeaseHolder(
         holder=secrets.token_hex(16),
         host=socket.gethostname(),
         machine=machine_id(),
@@ -78,7 +103,11 @@ def hold(
         start_time=start_time(os.getpid()),
         beat=0,
     )
-    _acquire(storage, key, mine, poll, ttl, on_wait)
+
+
+@contextlib.contextmanager
+def _kept(storage: Storage, key: str, mine: LeaseHolder, ttl: float) -> Iterator[None]:
+    """Within the block the lease is rewritten; afterwards it is given back."""
     stop = threading.Event()
     thread = threading.Thread(
         target=_keep, args=(storage, key, mine, ttl / _BEATS_PER_TTL, stop), name=f"lease {key}", daemon=True

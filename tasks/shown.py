@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from headrace.errors import NotFound
 from headrace.events import EventTail, read_events
+from headrace.lease import hold_if_free
 from headrace.mirror import GROUPS, Event, complete_attempt, complete_parent
 from headrace.storage import Storage
 from headrace.tracking import RunRecord, Status
@@ -19,7 +20,7 @@ from tasks.runs import (
     Workspace,
     artifact_root,
     flatten,
-    is_held,
+    lease_key,
     read_run,
 )
 from training.checkpoint.catalog import committed_on_chain
@@ -59,14 +60,17 @@ def reap(space: Workspace, experiment: str) -> None:
         return
     for record in space.tracker.find_runs(experiment_id, {}, status="RUNNING"):
         here = record.artifact_root.startswith(f"{artifact_root(space.storage)}/")
-        if RUN_KEY_TAG not in record.tags or not here or is_held(space.storage, record.run_id):
+        if RUN_KEY_TAG not in record.tags or not here:
             continue
         try:
             spec = read_run(space.storage, record.run_id)
         except NotFound:
             continue  # another command has just made it and goes on with it
-        bring_up_to_date(space, Run(spec, experiment_id, is_new=False))
-        space.tracker.set_status(record.run_id, "KILLED")
+        # Held meanwhile: an attempt that a command starts just now must not be taken for one that was left open.
+        with hold_if_free(space.storage, lease_key(record.run_id)) as free:
+            if free and space.tracker.get_run(record.run_id).status == "RUNNING":
+                bring_up_to_date(space, Run(spec, experiment_id, is_new=False))
+                space.tracker.set_status(record.run_id, "KILLED")
 
 
 def open_attempt(space: Workspace, run: Run, record: AttemptRecord) -> str:
@@ -98,6 +102,15 @@ def covered_events(storage: Storage, run_prefix: str) -> Iterator[Event]:
         for event in read_events(storage, run_prefix, link.attempt):
             if event["kind"] in GROUPS and link.covers(event["step"]) and event["step"] <= newest[0]:
                 yield event
+
+
+def evaluation_in_training(storage: Storage, run_prefix: str, step: int) -> Event | None:
+    """What the loop measured after `step`, on the chain; None when nothing was measured then."""
+    for link in chain(read_attempts(storage, run_prefix)):
+        if link.covers(step):
+            events = read_events(storage, run_prefix, link.attempt)
+            return next((e for e in events if e["kind"] == "evaluation" and e["step"] == step), None)
+    return None
 
 
 def untrained_bits_per_byte(storage: Storage, run_prefix: str) -> float | None:

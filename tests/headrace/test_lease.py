@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import StorageUnavailable
-from headrace.lease import LeaseHolder, hold
+from headrace.lease import LeaseHolder, hold, hold_if_free
 from headrace.process import machine_id, start_time
 from headrace.storage import Storage
 
@@ -195,3 +195,25 @@ def test_a_store_that_fails_at_once_is_told(memory: Storage, monkeypatch: pytest
     monkeypatch.setattr(memory, "create", fail)
     with pytest.raises(StorageUnavailable), hold(memory, KEY):
         pytest.fail("not held")
+
+
+def test_a_free_lease_is_held_without_waiting(memory: Storage):
+    with hold_if_free(memory, KEY) as free:
+        assert free
+        with hold_if_free(memory, KEY) as again:
+            assert not again
+        assert memory.read_json(KEY)["pid"] == os.getpid()
+    assert memory.list() == []
+
+
+def test_a_lease_of_the_dead_is_free_and_one_of_another_machine_is_not(memory: Storage):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    dead = other(machine=machine_id(), pid=ended.pid, start_time=start_time(ended.pid))
+    ended.wait()
+    put(memory, dead)
+    with hold_if_free(memory, KEY) as free:
+        assert free
+    put(memory, other())
+    with hold_if_free(memory, KEY) as free:
+        assert not free
+    assert memory.read_json(KEY)["holder"] == "other"

@@ -11,6 +11,7 @@ from tasks.shown import (
     announce,
     bring_up_to_date,
     covered_events,
+    evaluation_in_training,
     live_page,
     reap,
     untrained_bits_per_byte,
@@ -100,6 +101,14 @@ def test_the_untrained_model_was_measured_before_the_first_step(space, run, rank
     assert untrained_bits_per_byte(space.storage, run.spec.run_prefix) == 4.5
 
 
+def test_an_evaluation_in_training_is_found_by_its_step(space, run, ranks):
+    train.fn(space, run, TrainingSession())
+    seen = evaluation_in_training(space.storage, run.spec.run_prefix, 0)
+    assert seen is not None
+    assert seen["loss"] == 6.0
+    assert evaluation_in_training(space.storage, run.spec.run_prefix, 3) is None
+
+
 def test_a_database_has_no_page(space, run):
     assert live_page(space, run) is None
 
@@ -135,3 +144,13 @@ def test_runs_of_others_in_the_experiment_are_left_alone(space, run):
     reap(space, "here")
     assert space.tracker.get_run(other.run_id).status == "RUNNING"
     reap(space, "an experiment that does not exist")
+
+
+def test_a_run_that_ends_while_it_is_looked_at_keeps_its_end(space, run, monkeypatch):
+    """The list of running runs is old by the time that one of them is held."""
+    listed = space.tracker.find_runs(run.experiment_id, {}, status="RUNNING")
+    assert [record.run_id for record in listed] == [run.run_id]
+    space.tracker.set_status(run.run_id, "FINISHED")
+    monkeypatch.setattr(type(space.tracker), "find_runs", lambda *_, **__: listed)
+    reap(space, "here")
+    assert space.tracker.get_run(run.run_id).status == "FINISHED"
