@@ -316,7 +316,7 @@ def mlmodel_document(*, model_id: str, run_id: str, loader_module: str, created_
         from mlflow.models.signature import ModelSignature
         from mlflow.types.schema import ColSpec, ParamSchema, ParamSpec, Schema
 
-    text = Schema([ColSpec("string", "text")])
+    text = Schema([ColSpec("string")])  # without a name: a list of prompts is taken, and a table of one column
     params = ParamSchema(
         [
             ParamSpec("max_new_tokens", "long", 64),

@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from headrace.commit import Commit, read_commit
 from headrace.digest import digest_json, short
-from headrace.errors import DamagedData, InputError, NotFound
+from headrace.errors import DamagedData, InputError, NotFound, Terminal
 from headrace.registry import Registry
 from headrace.terminal import StageProgress
 from headrace.tracking import Point
@@ -21,11 +21,14 @@ from tasks.console import terminal
 from tasks.export import ExportResult
 from tasks.policy import RETRY_DELAYS, SHORT_RETRIES, worth_another_try
 from tasks.runs import DatasetRef, Run, Workspace
+from tasks.shown import evaluation_in_training
 from training.evaluation.spec import COMMIT_KIND, EvalSpec, EvaluationTask
 from training.export.spec import COMMIT_KIND as EXPORT_KIND
 
 MODEL_TAG = "headrace.model_id"
 SPEC_TAG = "headrace.evaluation"
+LOSS_TOLERANCE = 0.05
+"""Nats per token: bfloat16 weights move the loss by less than a hundredth, another tensor by whole nats."""
 SUMMARY = ("loss", "perplexity", "bits_per_byte", "tokens", "bytes")
 
 
@@ -80,10 +83,27 @@ def evaluate(space: Workspace, run: Run, exported: ExportResult) -> EvaluateResu
     with terminal().stage("evaluate", unit="windows") as stage:
         dataset = DatasetRef(run.spec.dataset_key, run.spec.dataset_digest, run.spec.tokenizer_digest)
         scored = score(space, run, spec, dataset, exported.prefix, owner=run.run_id, stage=stage)
+        _require_the_trained_weights(space, run, exported, scored)
         _show(space, run, exported, spec, scored)
         what = "reused" if scored.reused else "measured"
         stage.conclude(f"{what}: {scored.bits_per_byte:.4f} bits per byte, loss {scored.summary['loss']:.4f}")
         return EvaluateResult(spec, scored, exported.prefix)
+
+
+def _require_the_trained_weights(space: Workspace, run: Run, exported: ExportResult, scored: Scored) -> None:
+    """Refuse an export that does not score what the same weights scored at the end of the training."""
+    seen = evaluation_in_training(space.storage, run.spec.run_prefix, exported.step)
+    summary = scored.summary
+    if seen is None or seen["tokens"] != summary["tokens"]:  # another evaluation was asked for meanwhile
+        return
+    if abs(seen["loss"] - summary["loss"]) > LOSS_TOLERANCE:
+        model, score_at = space.storage.url(exported.prefix), space.storage.url(scored.prefix)
+        raise Terminal(
+            f"The exported model at {model} has a validation loss of {summary['loss']:.4f}, "
+            f"but the training ended at step {exported.step} with {seen['loss']:.4f} on the same tokens, so these are "
+            f"not the trained weights; nothing is registered. Delete that folder and {score_at}, "
+            "then give the same command again."
+        )
 
 
 def evaluation_spec(run: Run) -> EvalSpec:

@@ -112,9 +112,10 @@ def the_champion_predicts(lab: Lab) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # MLflow's own, about type hints and its database
         model = mlflow.pyfunc.load_model("models:/chaos@champion")
-        (text,) = model.predict(pandas.DataFrame({"text": ["def "]}), params={"max_new_tokens": 4})
-    assert isinstance(text, str)
-    assert text
+        forms = (["def "], "def ", {"prompt": ["def "]}, pandas.DataFrame({"text": ["def "]}))
+        texts = [model.predict(form, params={"max_new_tokens": 4}) for form in forms]
+    assert all(len(text) == 1 and isinstance(text[0], str) and text[0] for text in texts)
+    assert all(text == texts[0] for text in texts)
 
 
 def test_another_layout_continues_the_same_run(lab: Lab) -> None:

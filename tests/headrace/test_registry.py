@@ -108,7 +108,7 @@ def test_what_lies_there_is_loaded_through_the_alias(registry, run_id, model, mo
         "from pathlib import Path\n"
         "class Echo:\n"
         "    def __init__(self, word): self.word = word\n"
-        "    def predict(self, data, params=None): return [self.word + str(t) for t in data['text']]\n"
+        "    def predict(self, data, params=None): return [self.word + str(t) for t in data.iloc[:, 0]]\n"
         "def _load_pyfunc(path): return Echo((Path(path) / 'word.txt').read_text())\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -123,6 +123,7 @@ def test_what_lies_there_is_loaded_through_the_alias(registry, run_id, model, mo
     monkeypatch.setattr("mlflow.tracking._tracking_service.utils._tracking_uri", registry.tracker.uri)
     loaded = mlflow.pyfunc.load_model("models:/quick@champion")
     assert loaded.predict(pandas.DataFrame({"text": ["!"]})) == ["echo!"]
+    assert loaded.predict(["!", "?"]) == ["echo!", "echo?"]
 
 
 def test_a_version_is_found_again_by_its_key(registry, run_id, model):

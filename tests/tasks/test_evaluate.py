@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.errors import DamagedData, InputError, NotFound
+from headrace.errors import DamagedData, InputError, NotFound, Terminal
 from headrace.registry import Registry
 from tasks.evaluate import evaluate, evaluation_spec, score
 from tasks.export import export
@@ -72,6 +72,22 @@ def test_exports_of_two_types_have_scores_of_their_own(space, run, exported, sta
     stages.scores[other.prefix] = 2.25
     assert evaluate.fn(space, run, exported).bits_per_byte == 2.0
     assert evaluate.fn(space, run, other).bits_per_byte == 2.25
+
+
+@pytest.mark.parametrize(("loss", "tokens", "refused"), [(3.0, 100, False), (3.2, 100, True), (9.9, 50, False)])
+def test_an_export_that_is_not_what_was_trained_is_not_registered(
+    space, run, exported, monkeypatch, loss, tokens, refused
+):
+    """Case A41: chance-level scores without an error. On other tokens the losses say nothing about each other."""
+    seen = {"kind": "evaluation", "step": exported.step, "loss": loss, "tokens": tokens}
+    monkeypatch.setattr("tasks.evaluate.evaluation_in_training", lambda *_: seen)
+    if not refused:
+        assert evaluate.fn(space, run, exported).scored.summary["loss"] == 3.0
+        return
+    with pytest.raises(
+        Terminal, match=r"has a validation loss of 3\.0000, but the training ended at step 12 with 3\.2000"
+    ):
+        evaluate.fn(space, run, exported)
 
 
 def test_a_model_that_is_not_there_is_named(space, run):

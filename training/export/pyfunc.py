@@ -57,7 +57,8 @@ def _prompts(model_input: Any) -> list[str]:
         return [model_input]
     if not isinstance(model_input, Iterable):
         raise InputError(f"Prompts must be texts, got {type(model_input).__name__}.")
-    prompts = list(model_input)
+    # MLflow makes one row of a dictionary of lists.
+    prompts = [text for entry in model_input for text in (entry if isinstance(entry, list) else [entry])]
     wrong = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
     if wrong is not None:
         raise InputError(f"Each prompt must be a text, but one is {type(wrong).__name__}.")
