@@ -127,10 +127,14 @@ def _version_folder(name: str, *, alias: str | None, version: str | None) -> Pat
     if alias is not None:
         found = registry.version_by_alias(name, alias)
     else:
-        found = registry.get_version(name, version or "")
+        found = next((v for v in registry.versions(name) if v.version == version), None)
     if found is None:
-        versions = ", ".join(v.version for v in registry.versions(name)) or "none"
-        raise NotFound(f"The registered model {name!r} has no alias {alias!r}; its versions: {versions}.")
+        versions = ", ".join(v.version for v in registry.versions(name))
+        if not versions:
+            known = ", ".join(registry.names()) or "none; `headrace run` makes one"
+            raise NotFound(f"There is no registered model {name!r}; there are: {known}.")
+        missing = f"alias {alias!r}" if alias is not None else f"version {version}"
+        raise NotFound(f"The registered model {name!r} has no {missing}; its versions: {versions}.")
     model_id = found.tags.get("headrace.model_id")
     if model_id is None:
         raise NotFound(f"Version {found.version} of {name!r} was not registered by headrace; give its folder instead.")

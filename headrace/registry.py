@@ -108,6 +108,18 @@ class Registry:
 
     # --------------------------------------------------------------------------------------------------- versions
 
+    def names(self) -> list[str]:
+        """Names of all registered models."""
+        found: list[str] = []
+        token: str | None = None
+        while True:
+            with self.tracker.calls("asked for the registered models"):
+                page = self._client.search_registered_models(page_token=token)
+            found.extend(model.name for model in page)
+            token = page.token
+            if not token:
+                return sorted(found)
+
     def versions(self, name: str) -> list[VersionRecord]:
         """Every version of a registered model, oldest first; none when there is no such model."""
         with self.tracker.calls(f"asked for the versions of {name}"):

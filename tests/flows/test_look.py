@@ -128,8 +128,8 @@ def test_a_model_by_every_name(space, registered, tmp_path):
     ("name", "told"),
     [
         ("models:/tiny@best", r"has no alias 'best'; its versions: 1"),
-        ("models:/tiny/9", "does not have it"),
-        ("other", "has no alias 'champion'; its versions: none"),
+        ("models:/tiny/9", "has no version 9; its versions: 1"),
+        ("other", "There is no registered model 'other'; there are: tiny."),
         ("0" * 32, "no run"),
     ],
 )
