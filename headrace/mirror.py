@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
 
-GROUPS = {"step": "train", "evaluation": "validation"}
-"""Which events carry metrics, and the group that MLflow shows them in."""
+GROUPS = {"step": "train", "evaluation": "validation", "system": "system"}
+"""Which events carry metrics, and the group that MLflow shows them in; the last one has a tab of its own there."""
 
 NOT_METRICS = ("seq", "time", "attempt", "kind", "step")
 COMMITTED = "save.committed"

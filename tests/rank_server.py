@@ -146,6 +146,8 @@ def _rank(job: Job, rank: int) -> None:
         dist.init_process_group(
             "gloo", init_method=f"file://{directory / 'meeting'}", rank=rank, world_size=job.world_size
         )
+        # A rank that ends at once closes connections that another one is still making.
+        dist.barrier()
         result = _load(job)(meet(), *job.arguments)
         (directory / f"{rank}.result").write_bytes(pickle.dumps(result))
         code = 0

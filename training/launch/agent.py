@@ -27,6 +27,8 @@ from headrace import faults
 from headrace.process import become_subreaper, descendants, kill_descendants, start_time
 from training.launch.diagnosis import AttemptOutcome, diagnose, read_exits, read_results
 from training.launch.hang import HangDetector
+from training.launch.machine import FILE_NAME as MACHINE_NAME
+from training.launch.machine import MachineLog
 from training.run_spec import AttemptSpec, read_attempt
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class Agent:
         self._stop_passed_on = False
         self._seen: dict[int, int | None] = {os.getpid(): start_time(os.getpid())}
         """Start times of the processes of this attempt, by id."""
+        self._machine = MachineLog(spec.work_path / MACHINE_NAME, spec.attempt)
         self._detector = HangDetector(
             {rank: spec.heartbeat_path(rank) for rank in range(spec.run.launch.world_size)},
             start_step=spec.restore.step if spec.restore else 0,
@@ -122,6 +125,8 @@ class Agent:
             if hang := self._detector.look(time.monotonic()):
                 step = hang.beat.step if hang.beat else None
                 return _failed("Hang", hang.describe(), rank=hang.rank, step=step)
+            newest = max((beat.step for beat in self._detector.beats().values()), default=0)
+            self._machine.look(time.monotonic(), newest)
             if self._stop_since is not None and (stopped := self._pass_on_stop(torchrun.pid)):
                 return stopped
             time.sleep(POLL_SECONDS)

@@ -24,6 +24,7 @@ from headrace.storage import Storage
 from training.checkpoint.catalog import newest_commit
 from training.launch.agent import KILL_GRACE_SECONDS, OUTCOME_NAME, PROCESSES_NAME, STOPPED_EARLY
 from training.launch.diagnosis import AttemptOutcome
+from training.launch.machine import FILE_NAME as MACHINE_NAME
 from training.run_spec import AttemptSpec, RunSpec
 
 logger = logging.getLogger(__name__)
@@ -46,16 +47,17 @@ def run_attempt(
 ) -> AttemptOutcome:
     """Run one attempt to its end and say how it ended; nothing of it is alive afterwards.
 
-    `on_event` gets every event of rank 0 in order, while the attempt runs. When `should_stop` turns true, the ranks
-    save within `stop_grace_seconds` and the outcome is `stopped`. When a callback raises, the attempt is ended first.
+    `on_event` gets every event of rank 0 in order, and samples of the machine, while the attempt runs. When
+    `should_stop` turns true, the ranks save within `stop_grace_seconds` and the outcome is `stopped`. When a callback
+    raises, the attempt is ended first.
     """
     attempt_file = spec.write()
-    tail = EventTail(spec.events_path)
+    tails = EventTail(spec.events_path), EventTail(spec.work_path / MACHINE_NAME)
     agent = _start_agent(spec, attempt_file)
     stop_sent = False
     try:
         while agent.poll() is None:
-            _pass_on(tail, on_event)
+            _pass_on(tails, on_event)
             if not stop_sent and should_stop():
                 stop_sent = True
                 agent.send_signal(signal.SIGTERM)
@@ -63,7 +65,7 @@ def run_attempt(
     finally:
         _end_agent(agent, spec)
         _publish_leftovers(storage, spec)
-    _pass_on(tail, on_event)
+    _pass_on(tails, on_event)
     return _outcome(storage, spec, agent.returncode, stop_sent=stop_sent)
 
 
@@ -80,9 +82,10 @@ def _start_agent(spec: AttemptSpec, attempt_file: Path) -> "subprocess.Popen[byt
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
-def _pass_on(tail: EventTail, on_event: Callable[[dict[str, Any]], None]) -> None:
-    for event in tail.new():
-        on_event(event)
+def _pass_on(tails: tuple[EventTail, ...], on_event: Callable[[dict[str, Any]], None]) -> None:
+    for tail in tails:
+        for event in tail.new():
+            on_event(event)
 
 
 def _end_agent(agent: "subprocess.Popen[bytes]", spec: AttemptSpec) -> None:
