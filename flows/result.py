@@ -60,7 +60,38 @@ class PretrainResult(Part):
 
     def markdown(self) -> str:
         """The same as an artifact of the flow run."""
-        lines = [f"# {self.name}", "", f"Run `{self.run_id}`, step {self.step}.", "", "| | | | |", "|---|---|---|---|"]
-        lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in self.rows()]
-        lines += [f"\n[{name}]({page})" for name, page in self.pages.items()]
-        return "\n".join(lines)
+        return _page(self.name, f"Run `{self.run_id}`, step {self.step}.", self.rows(), self.pages)
+
+
+class StagesResult(Part):
+    """The first stages of a run: what they made, and null for what comes later."""
+
+    name: str
+    dataset: str = Field(description="directory name of the dataset below `datasets/`")
+    run_id: str | None = Field(description="null when only the dataset was made")
+    step: int | None = Field(description="completed optimizer steps")
+    attempts: int | None = Field(description="launches over the whole life of the run")
+    export: str | None = Field(description="where the exported model lies")
+    bits_per_byte: float | None = Field(description="of the validation split; lower is better")
+    stages: tuple[StageResult, ...]
+    seconds: float
+    pages: dict[str, str] = Field(description="pages of servers that answered, by name")
+
+    def rows(self) -> list[list[Any]]:
+        """The summary for people."""
+        rows = [[stage.name, stage.outcome, f"{stage.seconds:.1f} s", stage.detail] for stage in self.stages]
+        if self.bits_per_byte is not None:
+            rows.append(["bits per byte", f"{self.bits_per_byte:.3f}", "", "of the validation split"])
+        return rows
+
+    def markdown(self) -> str:
+        """The same as an artifact of the flow run."""
+        what = f"Run `{self.run_id}`, step {self.step}." if self.run_id else f"Dataset `{self.dataset}`."
+        return _page(self.name, what, self.rows(), self.pages)
+
+
+def _page(title: str, what: str, rows: list[list[Any]], pages: dict[str, str]) -> str:
+    lines = [f"# {title}", "", what, "", "| | | | |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    lines += [f"\n[{name}]({page})" for name, page in pages.items()]
+    return "\n".join(lines)

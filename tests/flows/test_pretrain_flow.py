@@ -8,7 +8,11 @@ from prefect.exceptions import CancelledRun
 
 from data_prep.dataset import prepare as prepare_dataset
 from flows.config import PipelineConfig
+from flows.evaluate_flow import evaluate_model
+from flows.prepare_flow import prepare_data
 from flows.pretrain_flow import pretrain
+from flows.register_flow import register_model
+from flows.train_flow import train_model
 from headrace.config import merge
 from headrace.config_check import parse
 from headrace.errors import ConfigError, InputError, StorageUnavailable, Terminal, TrackingUnavailable
@@ -114,6 +118,27 @@ def test_from_text_to_a_version_and_again_everything_reused(home, config, ranks,
     assert (again.run_id, again.version, again.new_version, again.champion) == (first.run_id, "1", False, True)
     assert len(ranks.specs) == 1
     assert status_of(home, first.run_id) == "FINISHED"
+
+
+def test_each_stage_is_a_flow_that_reuses_those_before_it(home, config, ranks, stages):
+    prepared = prepare_data(config())
+    assert [(stage.name, stage.outcome) for stage in prepared.stages] == [("prepare", "done")]
+    assert (prepared.run_id, prepared.step) == (None, None)
+    assert not (home / "store" / "run-keys").exists(), "a dataset alone makes no run"
+
+    trained = train_model(config())
+    assert [(stage.name, stage.outcome) for stage in trained.stages] == [("prepare", "reused"), ("train", "done")]
+    assert (trained.dataset, trained.step, trained.attempts, trained.export) == (prepared.dataset, 12, 1, None)
+    assert status_of(home, trained.run_id) == "FINISHED"
+
+    evaluated = evaluate_model(config())
+    assert [stage.outcome for stage in evaluated.stages] == ["reused", "reused", "done", "done"]
+    assert (evaluated.run_id, evaluated.bits_per_byte) == (trained.run_id, 2.0)
+
+    registered = register_model(config())
+    assert [stage.outcome for stage in registered.stages] == ["reused"] * 4 + ["done"]
+    assert (registered.run_id, registered.version, registered.champion) == (trained.run_id, "1", True)
+    assert len(ranks.specs) == 1
 
 
 def test_prefect_retries_from_the_last_commit_until_it_is_done(home, config, ranks, stages):

@@ -30,6 +30,7 @@ DISTRIBUTION_OF = {
     "aiobotocore": "s3fs",
     "aiohttp": "s3fs",
     "botocore": "s3fs",
+    "httpx": "prefect",
 }
 
 
@@ -96,6 +97,9 @@ def test_the_wheel_holds_the_five_packages_and_nothing_else(tmp_path: Path):
     assert f"{metadata}/licenses/LICENSE" in names
     expected = {str(p.relative_to(ROOT)) for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == expected
+    data = {name for name in names if name.startswith("flows/") and not name.endswith(".py")}
+    automations = {f"flows/{path.relative_to(ROOT)}" for path in (ROOT / "deployments/automations").glob("*.yaml")}
+    assert data == {"flows/deployments/prefect.yaml", *automations}
 
 
 def test_the_console_script_is_the_command_line():

@@ -1,0 +1,87 @@
+"""What `deployments/` says is what there is: flows, parameters, schedules, automations."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import yaml
+from prefect import Flow
+from prefect.client.schemas.schedules import construct_schedule
+from prefect.events.schemas.automations import AutomationCore
+
+from flows import deployments
+from flows.config import PipelineConfig
+from headrace.config import load_document
+from headrace.config_check import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL = {deployment.name: deployment for deployment in deployments.deployments()}
+FLOWS = {"pretrain", "prepare-data", "train-model", "evaluate-model", "register-model"}
+HEARTBEAT_SECONDS = 30
+
+
+def flow_of(name: str) -> Flow:
+    module, _, attribute = ALL[name].entrypoint.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def test_every_stage_and_the_whole_way_have_a_deployment():
+    assert set(ALL) >= FLOWS | {"quickstart"}
+    assert {flow_of(name).name for name in ALL} >= FLOWS
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_entry_point_is_a_module_whose_flow_says_what_it_does(name):
+    assert ":" not in ALL[name].entrypoint, "a file would put flows/ first on the path of modules"
+    assert flow_of(name).description
+    assert len(ALL[name].description) > 20
+
+
+def test_the_quickstart_starts_with_the_whole_document():
+    config = ALL["quickstart"].parameters["config"]
+    assert config == load_document(ROOT / "configs" / "quickstart.yaml")
+    assert parse(PipelineConfig, config).name == "quickstart"
+
+
+def test_the_plain_one_starts_with_the_defaults():
+    assert ALL["pretrain"].parameters == {}
+
+
+def test_trainings_wait_for_each_other_in_the_queue():
+    document = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())
+    limits = {item["name"]: item.get("concurrency_limit") for item in document["deployments"]}
+    for name in ("pretrain", "quickstart", "train-model"):
+        assert limits[name] == {"limit": 1, "collision_strategy": "ENQUEUE"}
+        assert ALL[name].limit == 1
+
+
+def test_a_schedule_is_named_and_off():
+    (schedule,) = ALL["pretrain"].schedules
+    assert (schedule["slug"], schedule["active"]) == ("nightly", False)
+    assert construct_schedule(cron=schedule["cron"], timezone=schedule["timezone"]).cron == "0 2 * * *"
+
+
+def test_every_deployment_sends_heartbeats_as_often_as_the_automation_expects():
+    for deployment in ALL.values():
+        assert deployment.job_variables["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_SECONDS)
+
+
+def test_a_silent_run_is_marked_after_several_missed_heartbeats_and_never_after_its_end():
+    (automation,) = [AutomationCore.model_validate(document) for document in deployments.automations()]
+    trigger = automation.trigger
+    assert trigger.within.total_seconds() >= 3 * HEARTBEAT_SECONDS
+    assert trigger.within.total_seconds() > 100 + HEARTBEAT_SECONDS, "a process may be blocked for a while"
+    ends = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
+    assert trigger.expect >= ends | {"prefect.flow-run.heartbeat"}
+    assert set(trigger.match_related["prefect.resource.name"]) >= FLOWS
+    assert automation.actions[0].state == "CRASHED"
+
+
+def test_the_wheel_carries_the_same_files(tmp_path, monkeypatch):
+    """In a wheel they lie inside the package, and are found there first."""
+    inside = tmp_path / "flows" / "deployments"
+    inside.mkdir(parents=True)
+    (inside / "prefect.yaml").write_text("deployments: []")
+    monkeypatch.setattr(deployments, "__file__", str(tmp_path / "flows" / "deployments.py"))
+    assert deployments.folder() == inside
+    assert deployments.deployments() == []
