@@ -72,9 +72,7 @@ def commit_checkpoint(storage: Storage, spec: AttemptSpec, step: int) -> None:
         "dataset_digest": run.dataset_digest,
         "tokenizer_digest": run.tokenizer_digest,
     }
-    write_commit(
-        storage, prefix, kind="checkpoint", body=body, files={"rank-0000.bin": FileEntry.of_bytes(data)}
-    )
+    write_commit(storage, prefix, kind="checkpoint", body=body, files={"rank-0000.bin": FileEntry.of_bytes(data)})
 
 
 @dataclass
@@ -186,8 +184,6 @@ class FakeStages:
         self.storage.write_bytes(f"{spec['target']}/documents.jsonl", data)
         write_commit(self.storage, spec["target"], kind="evaluation", body=body, files={})
         return {"target": spec["target"]}
-
-
 
 
 class Killed(BaseException):

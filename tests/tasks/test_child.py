@@ -149,7 +149,7 @@ def test_what_the_stage_logs_does_not_mix_with_its_reports(module, tmp_path):
 
 
 def test_many_reports_do_not_block_the_stage(module, tmp_path):
-    name = module("for i in range(20000): print('{\"progress\": %d, \"total\": 20000}' % i)\n")
+    name = module('for i in range(20000): print(\'{"progress": %d, "total": 20000}\' % i)\n')
     seen = []
     thread = threading.Thread(
         target=lambda: run_module(name, {}, folder=tmp_path, on_report=lambda report: seen.append(report["progress"]))
