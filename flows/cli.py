@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flows.cli_services import register as register_services
 from headrace.errors import Cancelled, ConfigError, HeadraceError
 from headrace.terminal import Terminal, emit_json
 
@@ -167,8 +168,10 @@ def runs_ls(as_json: Json = False) -> None:
     headrace runs ls
     """
     from flows.look import list_runs
+    from flows.services_file import using_services
 
-    found = list_runs()
+    with using_services():
+        found = list_runs()
     if as_json:
         emit_json({"runs": [vars(line) for line in found]})
         return
@@ -195,8 +198,10 @@ def runs_show(
     headrace runs show 3f2a --json
     """
     from flows.look import show_run
+    from flows.services_file import using_services
 
-    shown = show_run(run)
+    with using_services():
+        shown = show_run(run)
     if as_json:
         emit_json(shown)
         return
@@ -221,8 +226,10 @@ def generate(
     headrace generate models:/quickstart@champion --prompt "def " --json
     """
     from flows.command import continue_text
+    from flows.services_file import using_services
 
-    folder, text = continue_text(model, prompt)
+    with using_services():
+        folder, text = continue_text(model, prompt)
     if as_json:
         emit_json({"model": str(folder), "prompt": prompt, "text": text})
     else:
@@ -243,6 +250,9 @@ def ui(
     from flows.command import serve_pages
 
     serve_pages(port, Terminal(json=as_json), on_page=lambda page: emit_json({"page": page}) if as_json else None)
+
+
+register_services(app)
 
 
 def _load(config: Path, sets: list[str] | None) -> "PipelineConfig":

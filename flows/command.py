@@ -16,6 +16,7 @@ from types import FrameType
 from flows.config import PipelineConfig, require_vocabulary
 from flows.embedded import free_port, prefect_api
 from flows.result import PretrainResult
+from flows.services_file import live_record, using_services
 from headrace.environment import PACKAGES, mlflow_database
 from headrace.errors import Cancelled, ConfigError, HeadraceError
 from headrace.terminal import Terminal
@@ -31,9 +32,9 @@ def run_pipeline(config: PipelineConfig, terminal: Terminal) -> PretrainResult:
     """
     show_logs(terminal)
     check_inputs(config)
-    if not mlflow_database().exists() and "MLFLOW_TRACKING_URI" not in os.environ:
-        terminal.note("First start: MLflow and Prefect make their databases, which takes about 20 seconds.")
-    with stopped_by_signals(), prefect_api() as wait:
+    with stopped_by_signals(), using_services(terminal, prefect=True), prefect_api() as wait:
+        if not mlflow_database().exists() and "MLFLOW_TRACKING_URI" not in os.environ:
+            terminal.note("First start: MLflow and Prefect make their databases, which takes about 20 seconds.")
         # The server starts meanwhile, on another core; and what MLflow has to say is said before that takes long.
         from prefect.exceptions import CancelledRun, TerminationSignal
 
@@ -88,6 +89,13 @@ def serve_pages(port: int, terminal: Terminal, on_page: Callable[[str], None]) -
         server_arguments,
     )
 
+    record = live_record()
+    if record is not None and "MLFLOW_TRACKING_URI" not in os.environ:
+        with using_services(terminal):
+            terminal.note(f"MLflow is served by `headrace up` (process {record.pid}): {record.mlflow_page}")
+            on_page(record.mlflow_page)
+            open_on_screen(record.mlflow_page)
+        return
     uri = default_uri()
     if is_server(uri):
         if not server_answers(uri):

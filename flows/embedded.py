@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 
+from flows.services_file import alone_with_embedded_server
 from headrace.environment import prefect_home
 from headrace.errors import ConfigError, HeadraceError, Retryable
 from headrace.file_lock import FileLock
@@ -23,6 +24,9 @@ from tasks.child import command_of
 
 START_SECONDS = 180
 """The first start on a fresh home creates the database: 16 s on two idle cores, more than a minute was reported."""
+
+HEARTBEAT_SECONDS = "30"
+"""How often a flow run says that it lives; deployments/prefect.yaml and its automation say the same."""
 
 LOG_NAME = "server.log"
 DATABASE_NAME = "prefect.db"
@@ -41,6 +45,10 @@ def settings() -> dict[str, str]:
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
         "PREFECT_CLI_PROMPT": "false",
+        # On a server that stays, a run that is silent for six of these is marked as crashed. Two names: Prefect gave it
+        # another one after the oldest version that we take.
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": HEARTBEAT_SECONDS,
+        "PREFECT_RUNNER_HEARTBEAT_FREQUENCY": HEARTBEAT_SECONDS,
     }
 
 
@@ -57,15 +65,20 @@ class PrefectUnavailable(Retryable):
 class EmbeddedServer:
     """A Prefect API of this command alone, on loopback; started early, waited for when it is needed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, lock: FileLock) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, lock: FileLock, alone: FileLock) -> None:
         self._process = process
         self._log = log
         self._lock = lock
+        self._alone = alone
         self.url = f"http://127.0.0.1:{port}/api"
 
     @classmethod
     def start(cls) -> "EmbeddedServer":
-        """Start the server and return at once; only while another command makes the database, wait for that."""
+        """Start the server and return at once; only while another command makes the database, wait for that.
+
+        Raises ServicesDown while `headrace up` has the database.
+        """
+        alone = alone_with_embedded_server()
         home = Path(os.environ.get("PREFECT_HOME", prefect_home()))
         home.mkdir(parents=True, exist_ok=True)
         lock = FileLock(home / "database.lock")
@@ -93,7 +106,7 @@ class EmbeddedServer:
                 # Ctrl-C is for us: the server has to hear how the flow ended.
                 start_new_session=True,
             )
-        return cls(process, port, log, lock)
+        return cls(process, port, log, lock, alone)
 
     def wait(self, seconds: float = START_SECONDS) -> None:
         """Wait until the API answers; raises HeadraceError with the server's last words when it does not."""
@@ -123,6 +136,7 @@ class EmbeddedServer:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
+        self._alone.release()
 
 
 @contextlib.contextmanager

@@ -19,6 +19,19 @@ class FileLock:
         """Wait for the lock and take it."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
+    def try_acquire(self, *, shared: bool = False) -> bool:
+        """Take the lock if that is possible at once; shared ones exclude only one that is not. Says whether it was."""
+        try:
+            fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def write(self, text: str) -> None:
+        """Replace what the file says: who holds the lock, for those who look."""
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, text.encode("utf-8"), 0)
+
     def release(self) -> None:
         """Give the lock back and forget the file; may be called again."""
         if self._file >= 0:

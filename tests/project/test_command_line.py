@@ -23,6 +23,9 @@ COMMANDS = {
     "runs show": {"RUN", "--json"},
     "generate": {"MODEL", "--prompt", "--json"},
     "ui": {"--port", "--json"},
+    "up": {"--host", "--port", "--mlflow-port", "--json"},
+    "status": {"--json"},
+    "down": {"--json"},
 }
 
 

@@ -1,0 +1,159 @@
+"""The work pool, the deployments and the automations on the server that PREFECT_API_URL names.
+
+    python -m flows.services_setup WORKING_FOLDER
+
+It may be run again at any time and changes what differs. Two things belong to the people who use the server and are
+left as they are: schedules that exist, and whether an automation is enabled.
+"""
+
+import asyncio
+import copy
+import importlib
+import sys
+from typing import Any
+
+from prefect import Flow
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import (
+    DeploymentScheduleCreate,
+    DeploymentScheduleUpdate,
+    DeploymentUpdate,
+    WorkPoolCreate,
+    WorkPoolUpdate,
+)
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, DeploymentSchedule
+from prefect.client.schemas.schedules import construct_schedule
+from prefect.events.schemas.automations import AutomationCore
+from prefect.exceptions import ObjectNotFound
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.processutils import command_to_string
+from prefect.workers.process import ProcessWorker
+
+from flows import deployments
+from flows.deployments import POOL, Deployment
+
+QUEUE = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
+
+
+async def set_up(working_folder: str) -> None:
+    """Make or bring up to date everything that `deployments/` describes."""
+    async with get_client() as client:
+        await _pool(client, working_folder)
+        for deployment in deployments.deployments():
+            await _deployment(client, deployment)
+        for document in deployments.automations():
+            await _automation(client, AutomationCore.model_validate(document))
+
+
+def job_template(working_folder: str) -> dict[str, Any]:
+    """What a process worker does for a run: in this folder, by the Python that runs here.
+
+    With a command of its own a run needs one process, and nothing is copied or installed for it.
+    """
+    template = copy.deepcopy(ProcessWorker.get_default_base_job_template())
+    variables = template["variables"]["properties"]
+    # -P: a file of that folder must not stand in for a module.
+    variables["command"]["default"] = command_to_string([sys.executable, "-P", "-m", "prefect.engine"])
+    variables["working_dir"]["default"] = working_folder
+    return template
+
+
+async def _pool(client: PrefectClient, working_folder: str) -> None:
+    template = job_template(working_folder)
+    try:
+        await client.read_work_pool(POOL)
+        await client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
+    except ObjectNotFound:
+        pool = WorkPoolCreate(
+            name=POOL,
+            type=ProcessWorker.type,
+            base_job_template=template,
+            description="Runs on this machine, made by `headrace up`.",
+        )
+        await client.create_work_pool(pool)
+
+
+async def _deployment(client: PrefectClient, wanted: Deployment) -> None:
+    flow = _flow(wanted.entrypoint)
+    flow_id = await client.create_flow_from_name(flow.name)
+    schema = parameter_schema(flow)
+    try:
+        found = await client.read_deployment_by_name(f"{flow.name}/{wanted.name}")
+    except ObjectNotFound:
+        await client.create_deployment(
+            flow_id=flow_id,
+            name=wanted.name,
+            description=wanted.description,
+            tags=list(wanted.tags),
+            entrypoint=wanted.entrypoint,
+            work_pool_name=POOL,
+            job_variables=wanted.job_variables,
+            parameters=wanted.parameters,
+            parameter_openapi_schema=schema.model_dump(),
+            enforce_parameter_schema=True,
+            concurrency_limit=wanted.limit,
+            concurrency_options=QUEUE if wanted.limit else None,
+            schedules=[_schedule(item) for item in wanted.schedules],
+        )
+        return
+    more: dict[str, Any] = {"concurrency_options": QUEUE} if wanted.limit else {}
+    schedules = _schedules(found.schedules, wanted)
+    if schedules is not None:
+        more["schedules"] = schedules
+    change = DeploymentUpdate(
+        description=wanted.description,
+        tags=list(wanted.tags),
+        entrypoint=wanted.entrypoint,
+        work_pool_name=POOL,
+        job_variables=wanted.job_variables,
+        parameters=wanted.parameters,
+        parameter_openapi_schema=schema,
+        enforce_parameter_schema=True,
+        concurrency_limit=wanted.limit,
+        **more,
+    )
+    await client.update_deployment(found.id, change)
+
+
+def _schedules(found: list[DeploymentSchedule], wanted: Deployment) -> list[DeploymentScheduleUpdate] | None:
+    """Those that are there, as they are, and those that are missing; None when none is missing."""
+    known = {item.slug for item in found}
+    missing = [_schedule(item) for item in wanted.schedules if item["slug"] not in known]
+    if not missing:
+        return None
+    both: list[DeploymentSchedule | DeploymentScheduleCreate] = [*found, *missing]
+    return [
+        DeploymentScheduleUpdate(schedule=item.schedule, active=item.active, slug=item.slug, parameters=item.parameters)
+        for item in both
+    ]
+
+
+def _schedule(item: dict[str, Any]) -> DeploymentScheduleCreate:
+    timing = {name: item[name] for name in ("cron", "interval", "timezone") if name in item}
+    return DeploymentScheduleCreate(
+        schedule=construct_schedule(**timing),
+        active=item["active"],
+        slug=item["slug"],
+        parameters=item.get("parameters", {}),
+    )
+
+
+async def _automation(client: PrefectClient, wanted: AutomationCore) -> None:
+    found = await client.read_automations_by_name(wanted.name)
+    if not found:
+        await client.create_automation(wanted)
+        return
+    first, *others = found
+    await client.update_automation(first.id, wanted.model_copy(update={"enabled": first.enabled}))
+    for other in others:
+        await client.delete_automation(other.id)
+
+
+def _flow(entrypoint: str) -> Flow[..., Any]:
+    module, _, name = entrypoint.rpartition(".")
+    flow: Flow[..., Any] = getattr(importlib.import_module(module), name)
+    return flow
+
+
+if __name__ == "__main__":
+    asyncio.run(set_up(sys.argv[1]))
