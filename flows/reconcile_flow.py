@@ -77,7 +77,7 @@ class Suspect:
         return str(self.flow_run.id)
 
 
-@flow(name="reconcile", persist_result=False)
+@flow(name="reconcile", persist_result=False, timeout_seconds=300)
 def reconcile(budget: int = BUDGET, watch_seconds: float = 20.0, flow_names: list[str] = FLOWS) -> list[str]:
     """Continue what died, end what was cancelled, and correct what MLflow shows. Returns what was done, in words."""
     with get_client(sync_client=True) as client:

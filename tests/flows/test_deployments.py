@@ -61,6 +61,13 @@ def test_a_schedule_is_named_and_off():
     assert construct_schedule(cron=schedule["cron"], timezone=schedule["timezone"]).cron == "0 2 * * *"
 
 
+def test_the_reconciler_is_scheduled_without_a_limit():
+    (schedule,) = ALL["reconcile"].schedules
+    assert (schedule["interval"], schedule["active"]) == (30, True)
+    assert ALL["reconcile"].limit is None, "one that died would keep the next one from running"
+    assert set(flow_of("reconcile").parameters.properties["flow_names"]["default"]) == FLOWS
+
+
 def test_every_deployment_sends_heartbeats_as_often_as_the_automation_expects():
     for deployment in ALL.values():
         assert deployment.job_variables["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_SECONDS)
