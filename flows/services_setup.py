@@ -107,7 +107,7 @@ async def _deployment(client: PrefectClient, wanted: Deployment) -> None:
         work_pool_name=POOL,
         job_variables=wanted.job_variables,
         parameters=wanted.parameters,
-        parameter_openapi_schema=schema,
+        parameter_openapi_schema=schema.model_dump(),
         enforce_parameter_schema=True,
         concurrency_limit=wanted.limit,
         **more,
