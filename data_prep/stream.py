@@ -12,6 +12,7 @@ import itertools
 import logging
 import mmap
 import os
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +25,15 @@ import numpy.typing as npt
 from data_prep.shards import BlockEntry
 from headrace.commit import FileEntry
 from headrace.errors import DamagedData
+from headrace.patience import patiently
 from headrace.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 32 * 2**30
+PATIENCE_SECONDS = 90.0
+"""How long a copy is tried again while the store is away: training pauses then, and is not yet taken for hanging."""
+
 MAPPED_SHARDS = 512
 """Tars of one stream that are kept mapped; each holds one open file."""
 
@@ -210,7 +215,8 @@ class ShardFiles:
             return path
         self._cache_dir.mkdir(parents=True, exist_ok=True)
         self._make_room(entry.size)
-        self._storage.get_file(f"{prefix}/{shard}", path)
+        until = time.monotonic() + PATIENCE_SECONDS
+        patiently(lambda: self._storage.get_file(f"{prefix}/{shard}", path), until)
         return path
 
     def _cache_path(self, prefix: str, shard: str) -> Path:

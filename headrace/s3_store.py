@@ -7,26 +7,23 @@ import contextlib
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from headrace import s3_errors
 from headrace.errors import NotFound, StorageUnavailable
 from headrace.local_store import complete_file
+from headrace.patience import patiently
+from headrace.s3_parts import PART_BYTES, PART_CONCURRENCY, WRITER, Sent, upload_parts
 
 PAGE_KEYS = 1000
 """Keys in one answer to a listing and in one request to delete: what S3 allows."""
 
-PART_BYTES = 32 << 20
-PART_CONCURRENCY = 4
-
-_ASSUMED_BYTES = 512 << 20
-"""For the deadline of reading a whole object, whose size is not known before."""
+_ASSUMED_BYTES = 64 << 20
+"""For the deadline of reading a whole object, whose size is not known before: what `create` may write, or less."""
 
 _CREATE_TRIES = 3
-_WRITER = "headrace-writer"
-"""User metadata of created objects: a nonce of the call that made them."""
 
 
 class S3Client(Protocol):
@@ -98,7 +95,7 @@ class S3Store:
                     Key=self._prefix + key,
                     Body=data,
                     IfNoneMatch="*",
-                    Metadata={_WRITER: nonce},
+                    Metadata={WRITER: nonce},
                 )
                 return True
             except s3_errors.ObjectExists:
@@ -110,8 +107,22 @@ class S3Store:
 
     def put_file(self, local: Path, key: str) -> None:
         """Upload a local file; large ones go in parts, and the last step publishes them."""
+        self.upload(local, key, until=0.0, on_sent=lambda _: None)
+
+    def upload(self, local: Path, key: str, *, until: float, on_sent: Sent) -> None:
+        """Upload a local file, trying again while the store is away, until time.monotonic() is `until`."""
         size = local.stat().st_size
-        self._run("write", key, "_put_file", str(local), f"{self._root}/{key}", size=size, **_parts())
+
+        def call(operation: str, size: int = 0, **arguments: Any) -> dict[str, Any]:
+            return self._call("write", key, operation, size, Key=self._prefix + key, **arguments)
+
+        if size > PART_BYTES:
+            upload_parts(
+                call, local, size, part_bytes=PART_BYTES, concurrency=PART_CONCURRENCY, until=until, on_sent=on_sent
+            )
+        else:
+            patiently(lambda: call("put_object", size, Body=local.read_bytes()), until)
+            on_sent(size)
 
     def get_file(self, key: str, local: Path) -> None:
         """Download to a local file, which appears complete. Raises NotFound."""
@@ -138,12 +149,29 @@ class S3Store:
                     f"Cannot delete {len(failed)} objects below {self._url(prefix)}: {failed[0].get('Code')}."
                 )
 
+    def abort_uploads(self, prefix: str, is_stale: Callable[[str], bool]) -> int:
+        """Remove the unfinished uploads below the folder `prefix` whose key `is_stale` says yes to; return how many."""
+        where = f"{self._prefix}{prefix}/" if prefix else self._prefix
+        removed = 0
+        more: dict[str, str] = {}
+        while True:
+            page = self._call("list", prefix, "list_multipart_uploads", Prefix=where, **more)
+            for upload in page.get("Uploads", []):
+                if is_stale(upload["Key"].removeprefix(self._prefix)):
+                    with contextlib.suppress(NotFound):  # finished or removed meanwhile
+                        place = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                        self._call("delete", prefix, "abort_multipart_upload", **place)
+                        removed += 1
+            if not page.get("IsTruncated"):
+                return removed
+            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
     def _url(self, key: str) -> str:
         return f"s3://{self._root}/{key}" if key else f"s3://{self._root}"
 
     def _writer(self, key: str) -> str | None:
         answer = self._call("read", key, "head_object", Key=self._prefix + key)
-        nonce: str | None = answer.get("Metadata", {}).get(_WRITER)
+        nonce: str | None = answer.get("Metadata", {}).get(WRITER)
         return nonce
 
     def _pages(self, prefix: str, **options: Any) -> Iterator[dict[str, Any]]:

@@ -149,6 +149,11 @@ class Storage:
             check_key(key)
         return self._store.path(key) if isinstance(self._store, FileStore) else None
 
+    @property
+    def is_s3(self) -> bool:
+        """Whether the objects lie on S3: files reach it over a network, in parts."""
+        return isinstance(self._store, S3Store)
+
     def exists(self, key: str) -> bool:
         """Return whether there is such an object. A folder of objects is not an object."""
         try:
@@ -238,6 +243,15 @@ class Storage:
         fault_point("storage.write", key=check_key(key))
         self._store.put_file(local, key)
 
+    def upload(self, local: Path, key: str, *, until: float, on_sent: Callable[[int], None]) -> None:
+        """As `put_file`, on S3 only, but patient: what fails because the store is away is tried again.
+
+        That ends when time.monotonic() is `until`. `on_sent` is told how many bytes were sent since its last call,
+        and may be called from other threads.
+        """
+        assert isinstance(self._store, S3Store)
+        self._store.upload(local, check_key(key), until=until, on_sent=on_sent)
+
     def get_file(self, key: str, local: Path) -> None:
         """Copy the object to a local file, which appears complete or not at all. Raises NotFound."""
         self._store.get_file(check_key(key), local)
@@ -251,6 +265,16 @@ class Storage:
         if not prefix:
             raise ValueError("delete_prefix() needs a prefix: an empty one would remove the whole store")
         self._store.delete_prefix(check_key(prefix))
+
+    def abort_uploads(self, prefix: str, is_stale: Callable[[str], bool]) -> int:
+        """Remove what killed processes left of uploads below the folder `prefix`; return how many were removed.
+
+        It is not visible as an object, but takes room on S3. `is_stale` is asked with the key of each; there are none
+        on other stores.
+        """
+        if not isinstance(self._store, S3Store):
+            return 0
+        return self._store.abort_uploads(_check_prefix(prefix), is_stale)
 
     def probe_create_only(self) -> None:
         """Check with a scratch object that the second of two create-only writes is refused.

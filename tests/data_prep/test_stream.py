@@ -5,7 +5,7 @@ import pytest
 
 from data_prep.dataset import open_dataset
 from data_prep.plan import Layout
-from headrace.errors import DamagedData, NotFound
+from headrace.errors import DamagedData, NotFound, StorageUnavailable
 from headrace.storage import Storage
 from tests.data_prep.corpus import open_result, prepare_small, unit_keys, write_files
 
@@ -176,3 +176,29 @@ def test_a_damaged_copy_in_the_cache_is_fetched_again(tmp_path, work_dir, small_
     for path in cache.glob("*.tar"):
         path.write_bytes(bytes(path.stat().st_size))
     assert dataset.stream("train", cache).read(0, 100).tolist() == ids
+
+
+def test_a_store_that_is_away_for_a_moment_is_waited_for(tmp_path, work_dir, small_tokenizer, monkeypatch):
+    store = Storage.open("memory://stream-away")
+    write_files(tmp_path / "text", 20)
+    dataset = open_result(
+        store, prepare_small(store, work_dir, tmp_path / "text", tokenizer=small_tokenizer, layout=LAYOUT)
+    )
+    expected = dataset.stream("train", tmp_path / "cache").read(0, 100).tolist()
+    failures = [StorageUnavailable("away")] * 3
+    get_file = Storage.get_file
+
+    def sometimes(self, key, local):
+        if failures:
+            raise failures.pop()
+        get_file(self, key, local)
+
+    pauses = []
+    monkeypatch.setattr(Storage, "get_file", sometimes)
+    monkeypatch.setattr("headrace.patience.time.sleep", pauses.append)
+    assert dataset.stream("train", tmp_path / "other").read(0, 100).tolist() == expected
+    assert len(pauses) == 3
+    failures[:] = [StorageUnavailable("away")]
+    monkeypatch.setattr("data_prep.stream.PATIENCE_SECONDS", 0.0)
+    with pytest.raises(StorageUnavailable):
+        dataset.stream("train", tmp_path / "third").read(0, 100)

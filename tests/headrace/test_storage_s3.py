@@ -231,6 +231,22 @@ def test_many_objects(proxy: Proxy, proxied: Storage, monkeypatch: pytest.Monkey
     assert proxied.list() == []
 
 
+def test_unfinished_uploads_are_removed_where_they_are_stale(proxy: Proxy, proxied: Storage):
+    import boto3
+
+    client = boto3.client("s3")
+    prefix = proxied.root_url.removeprefix(f"s3://{BUCKET}/")
+    keys = ["a/old", "a/old", "a/new", "b/old"]
+    for key in keys:
+        client.create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/{key}")
+    assert proxied.abort_uploads("a", lambda key: key == "a/old") == 2
+    left = client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix)["Uploads"]
+    assert sorted(upload["Key"] for upload in left) == [f"{prefix}/a/new", f"{prefix}/b/old"]
+    assert proxied.abort_uploads("", lambda key: True) == 2
+    assert proxied.abort_uploads("", lambda key: True) == 0
+    assert Storage.open("memory://none").abort_uploads("", lambda key: True) == 0
+
+
 def test_a_failed_deletion_is_told(proxy: Proxy, proxied: Storage):
     proxied.write_bytes("a/b", b"x")
     refused = b"<DeleteResult><Error><Key>a/b</Key><Code>InternalError</Code></Error></DeleteResult>"

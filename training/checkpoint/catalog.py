@@ -63,6 +63,13 @@ def checkpoint_prefix(run_prefix: str, *, step: int, attempt: int) -> str:
     return f"{run_prefix}/checkpoints/step-{step:08d}/attempt-{attempt:04d}"
 
 
+def attempt_of(key: str) -> int:
+    """Number of the attempt in whose folder the storage key of a checkpoint's file lies."""
+    folder = _ATTEMPT.fullmatch(key.split("/")[-2])
+    assert folder is not None, key
+    return int(folder[1])
+
+
 def committed_on_chain(storage: Storage, run_prefix: str) -> Iterator[tuple[int, int, str]]:
     """Step, attempt and folder of every commit that the chain covers, newest step first; nothing is verified."""
     links = chain(read_attempts(storage, run_prefix))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,11 +26,14 @@ from headrace.commit import FileEntry, write_commit
 from headrace.errors import AttemptFailed, DamagedData, HeadraceError
 from headrace.events import EventWriter
 from headrace.faults import fault_point
+from headrace.patience import patiently
+from headrace.s3_uploader import Uploader
 from headrace.storage import Storage
 from training.checkpoint.catalog import (
     COMMIT_KIND,
     Checkpoint,
     DamagedCheckpoint,
+    attempt_of,
     checkpoint_prefix,
     open_checkpoint,
     quarantine,
@@ -81,6 +85,9 @@ class AsyncCheckpointer:
         self._owns_world = _join_a_world_of_one()
         self._rank = dist.get_rank()
         self._buffers = StagingBuffers()
+        self._uploader = Uploader(storage.root_url) if storage.is_s3 else None
+        if self._uploader is not None:
+            self._uploader.start()
         self._in_flight: _Save | None = None
         self._failures = 0
         self._committed: int | None = None
@@ -89,6 +96,7 @@ class AsyncCheckpointer:
         self._required: int | None = None
         """The step whose save may not fail."""
         self._last_error = ""
+        self._swept = False
         self._seconds = self._run.checkpoint.save_timeout_seconds
         # Ranks may come to the decision about a save up to one save's time apart.
         self._control_group = _new_group(2 * self._seconds + 60)
@@ -167,8 +175,10 @@ class AsyncCheckpointer:
         self._event("checkpoint.loaded", step=checkpoint.step, from_attempt=checkpoint.attempt, seconds=seconds)
 
     def close(self) -> None:
-        """Free the buffers, and the process group when this object made it. No save may be in flight."""
+        """Free the buffers, the upload process, and the process group when made here. No save may be in flight."""
         self._buffers.close()
+        if self._uploader is not None:
+            self._uploader.close()
         if self._owns_world:
             dist.destroy_process_group()
 
@@ -179,6 +189,9 @@ class AsyncCheckpointer:
         self._event("save.begun", step=step)
         fault_point("save.begun", step=step, rank=self._rank)
         started = time.monotonic()
+        until = started + self._seconds
+        if self._uploader is not None:
+            self._uploader.start()  # here, and not in the save's thread, with which the kernel would end it
         tensors = state.tensors()
         prefix = checkpoint_prefix(self._run.run_prefix, step=step, attempt=self._spec.attempt)
         writer = CheckpointWriter(
@@ -187,7 +200,9 @@ class AsyncCheckpointer:
             step=step,
             rank=self._rank,
             staging_dir=self._spec.work_path / "staging" / f"step-{step:08d}",
+            put_file=lambda local, key: self._put_file(local, key, until),
             commit=lambda files: self._commit(prefix, step, values, files, started),
+            until=until,
         )
         future = dcp_async_save(
             tensors,
@@ -202,12 +217,21 @@ class AsyncCheckpointer:
             "save.staged", step=step, blocking_seconds=time.monotonic() - started, bytes=self._buffers.num_bytes
         )
 
+    def _put_file(self, local: Path, key: str, until: float) -> None:
+        """Copy a staged file to the store; runs in the save's thread."""
+        if self._uploader is None:
+            self._storage.put_file(local, key)
+        else:
+            fault_point("storage.write", key=key)
+            self._uploader.upload(local, key, until=until)
+
     def _commit(
         self, prefix: str, step: int, values: dict[str, Any], files: dict[str, FileEntry], started: float
     ) -> None:
         """Make the checkpoint exist; runs on rank 0, in the save's thread, when all files are stored."""
-        self._publish_events()
-        newest = newest_attempt(self._storage, self._run.run_prefix)
+        until = started + self._seconds
+        patiently(self._publish_events, until)
+        newest = patiently(lambda: newest_attempt(self._storage, self._run.run_prefix), until)
         if newest > self._spec.attempt:
             raise Superseded(
                 f"Attempt {newest} of run {self._run.run_id} was launched while attempt {self._spec.attempt} still "
@@ -225,10 +249,27 @@ class AsyncCheckpointer:
             "tokenizer_digest": self._run.tokenizer_digest,
             "state": values,
         }
-        write_commit(self._storage, prefix, kind=COMMIT_KIND, body=body, files=files)
+        # Again after a lost answer: an identical commit that is there already is ours.
+        patiently(lambda: write_commit(self._storage, prefix, kind=COMMIT_KIND, body=body, files=files), until)
         fault_point("commit.after", step=step, rank=self._rank)
         num_bytes = sum(entry.size for entry in files.values())
         self._event("save.committed", step=step, seconds=time.monotonic() - started, bytes=num_bytes)
+        self._remove_unfinished_uploads()
+
+    def _remove_unfinished_uploads(self) -> None:
+        """After the first commit, free what killed attempts left of their uploads; a failure costs only room."""
+        if self._swept:
+            return
+        self._swept = True
+        try:
+            # All files of this save are stored, and earlier attempts are fenced off: nobody will finish any of these.
+            removed = self._storage.abort_uploads(
+                f"{self._run.run_prefix}/checkpoints", lambda key: attempt_of(key) <= self._spec.attempt
+            )
+            if removed:
+                logger.info("Removed %d unfinished uploads of killed processes.", removed)
+        except HeadraceError as error:
+            logger.warning("Unfinished uploads could not be removed: %s", error)
 
     def _collect(self) -> None:
         """Take note of a save that has ended, or that has had more than its time."""

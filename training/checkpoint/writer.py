@@ -27,6 +27,7 @@ from headrace.commit import FileEntry
 from headrace.digest import sha256_bytes
 from headrace.faults import fault_point
 from headrace.local_store import complete_file
+from headrace.patience import patiently
 from headrace.storage import Storage
 from training.checkpoint.format import (
     METADATA_NAME,
@@ -62,15 +63,23 @@ class CheckpointWriter(StorageWriter):
         step: int,
         rank: int,
         staging_dir: Path,
+        put_file: Callable[[Path, str], None],
         commit: Callable[[dict[str, FileEntry]], None],
+        until: float,
     ) -> None:
-        """`prefix` is the checkpoint's folder, fresh. `commit` runs on the coordinator after all files are stored."""
+        """`prefix` is the checkpoint's folder, fresh. `commit` runs on the coordinator after all files are stored.
+
+        `put_file` copies a staged file to a key when the storage is no folder. A store that is away is waited for until
+        time.monotonic() is `until`.
+        """
         self._storage = storage
         self._prefix = prefix
         self._step = step
         self._rank = rank
         self._staging_dir = staging_dir
+        self._put_file = put_file
         self._commit = commit
+        self._until = until
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to forget: one writer writes once."""
@@ -101,7 +110,7 @@ class CheckpointWriter(StorageWriter):
         stored = [result for results_of_rank in results for result in results_of_rank]
         files = {result.storage_data.chunk.file: result.storage_data.file for result in stored}
         data = encode_metadata(_items(metadata, stored))
-        self._storage.write_bytes(f"{self._prefix}/{METADATA_NAME}", data)
+        patiently(lambda: self._storage.write_bytes(f"{self._prefix}/{METADATA_NAME}", data), self._until)
         files[METADATA_NAME] = FileEntry(size=len(data), sha256=sha256_bytes(data))
         self._commit(files)
 
@@ -113,7 +122,7 @@ class CheckpointWriter(StorageWriter):
     def _write_file(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         name = data_file_name(self._rank)
         chunks: list[tuple[WriteItem, Chunk]] = []
-        with _complete_object(self._storage, f"{self._prefix}/{name}", self._staging_dir / name) as file:
+        with self._complete_object(f"{self._prefix}/{name}", self._staging_dir / name) as file:
             output = _HashingFile(file)
             for item in items:
                 tensor = planner.resolve_data(item)
@@ -122,6 +131,25 @@ class CheckpointWriter(StorageWriter):
                 chunks.append((item, _write_chunk(output, item, tensor, name)))
         entry = FileEntry(size=output.position, sha256=output.digest.hexdigest())
         return [WriteResult(item.index, chunk.length, StoredChunk(chunk, entry)) for item, chunk in chunks]
+
+    @contextlib.contextmanager
+    def _complete_object(self, key: str, staging: Path) -> Iterator[IO[bytes]]:
+        """Open a file whose content becomes the object at the end of the block, or nothing does on an error.
+
+        On a folder the file lies beside its target and is renamed: no second copy. Elsewhere it is staged and uploaded.
+        """
+        target = self._storage.local_path(key)
+        if target is not None:
+            fault_point("storage.write", key=key)
+            with complete_file(target, "write") as file:
+                yield file
+            return
+        try:
+            with complete_file(staging, "stage") as file:
+                yield file
+            self._put_file(staging, key)
+        finally:
+            staging.unlink(missing_ok=True)
 
 
 class _HashingFile:
@@ -161,26 +189,6 @@ def _write_chunk(output: _HashingFile, item: WriteItem, tensor: Tensor, file: st
         length=len(data),
         sha256=digest.hexdigest(),
     )
-
-
-@contextlib.contextmanager
-def _complete_object(storage: Storage, key: str, staging: Path) -> Iterator[IO[bytes]]:
-    """Open a file whose content becomes the object at the end of the block, or nothing does on an error.
-
-    On a folder the file lies beside its target and is renamed: no second copy. Elsewhere it is staged and uploaded.
-    """
-    target = storage.local_path(key)
-    if target is not None:
-        fault_point("storage.write", key=key)
-        with complete_file(target, "write") as file:
-            yield file
-        return
-    try:
-        with complete_file(staging, "stage") as file:
-            yield file
-        storage.put_file(staging, key)
-    finally:
-        staging.unlink(missing_ok=True)
 
 
 def _items(metadata: Metadata, stored: list[WriteResult]) -> dict[str, Item]:

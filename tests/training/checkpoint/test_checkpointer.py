@@ -1,9 +1,11 @@
 """Saves beside the training and loads under any number of ranks, with real process groups on a real folder."""
 
 import os
+import signal
 import subprocess
 import time
 
+import boto3
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from headrace.commit import read_commit
 from headrace.errors import AttemptFailed, DamagedData, InputError
 from headrace.events import read_events
+from headrace.process import pid_alive
 from headrace.storage import Storage
+from tests.headrace.s3_proxy import BUCKET
 from tests.training.checkpoint.saved import (
     attempt_spec,
     build,
@@ -423,6 +427,45 @@ def test_checkpoints_on_s3(run_ranks, tmp_path, s3_root):
 def save_and_load_on_s3(world, spec, root, environment):
     os.environ |= environment
     return save_and_load_elsewhere(world, spec, root)
+
+
+def lose_the_upload_process(world, spec, root, environment, faults):
+    os.environ |= environment
+    use_faults(faults)
+    spec = spec.model_copy(update={"storage_root": root})
+    claim_attempt(Storage.open(root), spec.run.run_prefix, make_record(spec.run, 1, None))
+    training = build(world, spec, AsyncCheckpointer)
+    checkpoints, state = training.checkpoints, training.state
+    first = checkpoints._uploader.pid
+    results = [checkpoints.save_async(state)]
+    os.kill(first, signal.SIGKILL)
+    results.append(checkpoints.wait())
+    state.step = 1
+    results += [checkpoints.save_async(state), checkpoints.wait()]
+    second = checkpoints._uploader.pid
+    checkpoints.close()
+    return results, second not in (None, first), pid_alive(second)
+
+
+@pytest.mark.slow
+def test_an_upload_process_that_dies_costs_one_save(run_ranks, tmp_path, s3_root):
+    spec = attempt_spec(tmp_path, run_spec(training={"steps": 9}))
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    slow = {"point": "storage.write", "key": "*step-00000000*", "action": "sleep", "seconds": 1.0, "always": True}
+    faults = plan_faults(tmp_path / "f", slow)
+    storage = Storage.open(s3_root)
+    prefix = storage.root_url.split("/", 3)[3]
+    orphan = f"{prefix}/{spec.run.run_prefix}/checkpoints/step-00000000/attempt-0001/rank-0000.bin"
+    client = boto3.client("s3")
+    client.create_multipart_upload(Bucket=BUCKET, Key=orphan)
+
+    ends = run_ranks(1, lose_the_upload_process, spec, s3_root, environment, faults)
+    assert ends == [([True, None, True, 1], True, False)]
+    failed = [event for event in events_of(spec) if event["kind"] == "save.failed"]
+    assert [(event["step"], event["error"]) for event in failed] == [(0, "StorageUnavailable")]
+    assert "upload process ended with code -9" in failed[0]["message"]
+    assert [checkpoint.step for checkpoint in list_commits(storage, spec.run.run_prefix)] == [1]
+    assert "Uploads" not in client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix)
 
 
 def save_twice(world, spec):
