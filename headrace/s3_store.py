@@ -153,7 +153,7 @@ class S3Store:
         """Remove the unfinished uploads below the folder `prefix` whose key `is_stale` says yes to; return how many."""
         where = f"{self._prefix}{prefix}/" if prefix else self._prefix
         removed = 0
-        more: dict[str, str] = {}
+        more: dict[str, Any] = {}
         while True:
             page = self._call("list", prefix, "list_multipart_uploads", Prefix=where, **more)
             for upload in page.get("Uploads", []):
