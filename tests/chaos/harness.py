@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import yaml
 
+from headrace.storage import Storage
+
 COMMAND = [sys.executable, "-m", "flows.cli"]
 COMMAND_SECONDS = 420
 ORPHAN_SECONDS = 10
@@ -32,6 +34,11 @@ class Lab:
     @property
     def store(self) -> Path:
         return self.home / "store"
+
+    @property
+    def storage(self) -> Storage:
+        """The store of the config: in the state folder when it names none."""
+        return Storage.open(self.config.get("storage", {}).get("root") or self.store)
 
     def write_config(self) -> Path:
         path = self.folder / "run.yaml"
@@ -118,10 +125,11 @@ class Lab:
             time.sleep(0.2)
 
 
-def final_tensors(run_folder: Path) -> dict[str, list[tuple[Any, ...]]]:
+def final_tensors(storage: Storage, run_id: str) -> dict[str, list[tuple[Any, ...]]]:
     """Name -> (offsets, sizes, SHA-256) of every stored piece of the newest checkpoint: the state, bit for bit."""
-    newest = max((run_folder / "checkpoints").glob("step-*/attempt-*/COMMIT.json"), key=lambda path: path.parts[-3:-1])
-    metadata = json.loads((newest.parent / "metadata.json").read_text(encoding="utf-8"))
+    keys = storage.list(f"runs/{run_id}/artifacts/checkpoints")
+    newest = max(key for key in keys if key.endswith("/COMMIT.json"))
+    metadata = storage.read_json(newest.replace("COMMIT.json", "metadata.json"))
     return {
         name: sorted((tuple(c["offsets"]), tuple(c["sizes"]), c["sha256"]) for c in item["chunks"])
         for name, item in metadata["items"].items()

@@ -98,7 +98,7 @@ def versions(lab: Lab) -> list[Any]:
 
 
 def weights(lab: Lab, result: dict[str, Any]) -> dict[str, Any]:
-    return final_tensors(lab.store / "runs" / result["run_id"] / "artifacts")
+    return final_tensors(lab.storage, result["run_id"])
 
 
 def assert_parent_tells_the_truth(lab: Lab, result: dict[str, Any], steps: int) -> None:
