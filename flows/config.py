@@ -9,6 +9,7 @@ from data_prep.config import NAME_PATTERN, DataConfig, TokenizerConfig
 from headrace.config import Part, execution, identity, load_document
 from headrace.config_check import parse
 from headrace.errors import ConfigError
+from headrace.storage import Storage
 from training.checkpoint.config import CheckpointConfig
 from training.config import TrainingConfig
 from training.evaluation.config import EvaluationConfig
@@ -155,11 +156,23 @@ def _device_fits(config: PipelineConfig) -> str | None:
 
 
 def _store_is_known(config: PipelineConfig) -> str | None:
-    root = config.storage.root
-    scheme, separator, _ = (root or "").partition("://")
-    if not separator or scheme in STORES:
+    root = config.storage.root or ""
+    scheme, separator, place = root.partition("://")
+    if not separator:
         return None
-    return f"storage.root must be a folder, file://… or s3://…, got {root}"
+    if "@" in place.partition("/")[0]:
+        # Not repeated: messages are logged, and a refused config must not reach any database.
+        return (
+            "storage.root must hold no credentials: they come from the environment (AWS_ACCESS_KEY_ID, "
+            "AWS_SECRET_ACCESS_KEY); write s3://bucket/prefix"
+        )
+    if scheme not in STORES:
+        return f"storage.root must be a folder, file://… or s3://…, got {root}"
+    try:
+        Storage.open(root)  # contacts nothing
+    except ConfigError as error:
+        return f"storage.root is not right: {error}"
+    return None
 
 
 RULES = (_ranks_fit, _batch_fits, _sequence_fits, _vocabulary_fits, _warmup_fits, _device_fits, _store_is_known)

@@ -93,7 +93,8 @@ class Storage:
             parts = urlsplit(text)
             if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
                 raise ConfigError(
-                    f"{text!r} is no file URL of this machine. Write file:///absolute/path or a plain path."
+                    "A file URL must look like file:///absolute/path, without host, query or fragment. Write it so, or "
+                    "give a plain path."
                 )
             return cls._open_folder(unquote(parts.path))
         if scheme == "s3":
@@ -124,8 +125,11 @@ class Storage:
         prefix = prefix.strip("/")
         try:
             root = f"{bucket}/{check_key(prefix)}" if prefix else bucket
-        except ValueError as error:
-            raise ConfigError(f"The prefix of s3://{bucket}/... cannot be used: {error}.") from error
+        except ValueError:
+            raise ConfigError(
+                f"The prefix of s3://{bucket}/... cannot be used: parts between slashes must have 1 to 255 letters, "
+                "digits or ._=+@,~-, and there is no query."
+            ) from None
         return cls(f"s3://{root}", S3Store(root, _S3Client()))
 
     def __repr__(self) -> str:

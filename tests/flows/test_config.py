@@ -52,6 +52,7 @@ def with_values(**sections: Any) -> dict[str, Any]:
         ),
         ({"data": {"name": "t", "inputs": []}}, "data.inputs must have at least 1 of them, got []"),
         ({"storage": {"root": "ftp://host/x"}}, "storage.root must be a folder, file://… or s3://…, got ftp://host/x"),
+        ({"storage": {"root": "s3://x"}}, "storage.root is not right: An S3 URL must look like s3://bucket/prefix"),
         ({"training": {"precision": "float64"}, "layout": {"device": "cuda"}}, "set layout.device to cpu"),
     ],
 )
@@ -112,8 +113,28 @@ def test_derived_numbers() -> None:
     assert config.model.num_parameters == 4 * (196_608 + 540_672 + 512) + 4096 * 256 + 256
 
 
+@pytest.mark.parametrize(
+    "root",
+    [
+        "s3://key:canary@bucket/x",
+        "s3://key:can/ary@bucket/x",
+        "s3://bucket/x?secret=canary",
+        "ftp://key:canary@host/x",
+        "file://key:canary@host/x",
+        "file:///x?secret=canary",
+    ],
+)
+def test_credentials_in_the_root_are_refused_and_not_repeated(tmp_path: Path, root: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("name: t\ndata: {name: t, inputs: [{path: texts}]}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"^storage\.root ") as caught:
+        load_config(path, (f"storage.root={root}",))
+    assert "canary" not in str(caught.value)
+    assert "ary@" not in str(caught.value)
+
+
 def test_store_root_defaults_to_the_state_folder(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("name: t\ndata: {name: t, inputs: [{path: texts}]}\n", encoding="utf-8")
     assert store_root(load_config(path), tmp_path) == str(tmp_path / "store")
-    assert store_root(load_config(path, ("storage.root=s3://b/x",)), tmp_path) == "s3://b/x"
+    assert store_root(load_config(path, ("storage.root=s3://bucket/x",)), tmp_path) == "s3://bucket/x"
