@@ -18,6 +18,7 @@ from flows.reconcile import Presence
 from headrace.errors import NotFound
 from headrace.lease import LeaseHolder, hold, read_holder
 from headrace.storage import Storage, json_document
+from tasks.runs import lease_key
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,14 @@ def presences(stores: Mapping[str, Storage], seconds: float) -> dict[str, Presen
             if holder != first[run_id]:
                 known[run_id] = "alive" if holder is not None else "absent"
     return {run_id: known.get(run_id, "silent") for run_id in stores}
+
+
+def abandoned_runs(storage: Storage) -> list[str]:
+    """Ids of the runs whose command was killed on this machine: it could not give back its lease."""
+    prefix = lease_key("")
+    leases = [key for key in storage.list("leases") if key.startswith(prefix)]
+    holders = {key.removeprefix(prefix): read_holder(storage, key) for key in leases}
+    return [run_id for run_id, holder in holders.items() if holder is not None and holder.gone]
 
 
 def _at_once(holder: LeaseHolder | None) -> Presence | None:

@@ -7,6 +7,7 @@
 Scheduled every half minute. Two of them at once do what one does: see `flows/reconcile.py`, which decides.
 """
 
+import contextlib
 import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed, Failed
 
-from flows.config import PipelineConfig, TrackingConfig, store_root
-from flows.presence import presences, run_of
+from flows.config import PipelineConfig, store_root
+from flows.presence import abandoned_runs, presences, run_of
 from flows.reconcile import (
     BUDGET,
     Decision,
@@ -43,11 +44,11 @@ from flows.reconcile import (
 )
 from headrace.config_check import parse
 from headrace.environment import home, work_path
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, HeadraceError, NotFound
 from headrace.storage import Storage
 from headrace.tracking import Tracker
 from tasks.runs import Workspace
-from tasks.shown import reap
+from tasks.shown import reap_run
 from training.checkpoint.catalog import list_commits
 
 FLOWS = ["pretrain", "prepare-data", "train-model", "evaluate-model", "register-model"]
@@ -65,10 +66,10 @@ OF_DEPLOYMENTS = FlowRunFilterDeploymentId(is_null_=False)
 
 @dataclass(frozen=True)
 class Suspect:
-    """A flow run, its config, and the store on which its process shows itself."""
+    """A flow run, and the store on which its process shows itself."""
 
     flow_run: FlowRun
-    config: PipelineConfig
+    root: str
     storage: Storage
 
     @property
@@ -86,7 +87,8 @@ def reconcile(budget: int = BUDGET, watch_seconds: float = 20.0, flow_names: lis
         done = [said for suspect in suspects if (said := settle(client, suspect, present[suspect.id], budget))]
     for said in done:
         get_run_logger().info("%s", said)
-    _reap({(suspect.storage.root_url, suspect.config.tracking.experiment) for suspect in suspects})
+    default = str(home() / "store")
+    _reap({default: Storage.open(default), **{suspect.root: suspect.storage for suspect in suspects}})
     return done
 
 
@@ -133,7 +135,7 @@ def _suspect(flow_run: FlowRun, stores: dict[str, Storage]) -> Suspect | None:
         config = parse(PipelineConfig, flow_run.parameters.get("config") or {})
         root = store_root(config, home())
         stores[root] = stores.get(root) or Storage.open(root)
-        return Suspect(flow_run, config, stores[root])
+        return Suspect(flow_run, root, stores[root])
     except HeadraceError as error:
         get_run_logger().warning("The flow run %s is left alone: %s", flow_run.name, str(error).splitlines()[0])
         return None
@@ -225,12 +227,16 @@ def _continue(client: SyncPrefectClient, flow_run: FlowRun, decision: Decision, 
     )
 
 
-def _reap(places: set[tuple[str, str]]) -> None:
-    """Correct what MLflow shows, on the stores of the flow runs and on the default store of this machine."""
-    everywhere = places | {(str(home() / "store"), TrackingConfig().experiment)}
+def _reap(stores: dict[str, Storage]) -> None:
+    """Correct what MLflow shows of runs whose command was killed here; without one MLflow is not even loaded."""
+    abandoned = {root: found for root, storage in stores.items() if (found := abandoned_runs(storage))}
+    if not abandoned:
+        return
     try:
         tracker = Tracker.connect()
-        for root, experiment in sorted(everywhere):
-            reap(Workspace(Storage.open(root), tracker, work_path()), experiment)
+        for root, run_ids in abandoned.items():
+            for run_id in run_ids:
+                with contextlib.suppress(NotFound):  # of another MLflow
+                    reap_run(Workspace(stores[root], tracker, work_path()), tracker.get_run(run_id))
     except HeadraceError as error:
         get_run_logger().warning("MLflow is corrected the next time: %s", error)

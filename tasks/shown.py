@@ -59,18 +59,23 @@ def reap(space: Workspace, experiment: str) -> None:
     if experiment_id is None:
         return
     for record in space.tracker.find_runs(experiment_id, {}, status="RUNNING"):
-        here = record.artifact_root.startswith(f"{artifact_root(space.storage)}/")
-        if RUN_KEY_TAG not in record.tags or not here:
-            continue
-        try:
-            spec = read_run(space.storage, record.run_id)
-        except NotFound:
-            continue  # another command has just made it and goes on with it
-        # Held meanwhile: an attempt that a command starts just now must not be taken for one that was left open.
-        with hold_if_free(space.storage, lease_key(record.run_id)) as free:
-            if free and space.tracker.get_run(record.run_id).status == "RUNNING":
-                bring_up_to_date(space, Run(spec, experiment_id, is_new=False))
-                space.tracker.set_status(record.run_id, "KILLED")
+        if record.artifact_root.startswith(f"{artifact_root(space.storage)}/"):
+            reap_run(space, record)
+
+
+def reap_run(space: Workspace, record: RunRecord) -> None:
+    """The same for one run of this store; one that a command works on is left alone."""
+    if RUN_KEY_TAG not in record.tags:
+        return
+    try:
+        spec = read_run(space.storage, record.run_id)
+    except NotFound:
+        return  # another command has just made it and goes on with it
+    # Held meanwhile: an attempt that a command starts just now must not be taken for one that was left open.
+    with hold_if_free(space.storage, lease_key(record.run_id)) as free:
+        if free and space.tracker.get_run(record.run_id).status == "RUNNING":
+            bring_up_to_date(space, Run(spec, record.experiment_id, is_new=False))
+            space.tracker.set_status(record.run_id, "KILLED")
 
 
 def open_attempt(space: Workspace, run: Run, record: AttemptRecord) -> str:

@@ -8,10 +8,11 @@ import threading
 
 import pytest
 
-from flows.presence import presence_key, presences, present, run_of, works_on
+from flows.presence import abandoned_runs, presence_key, presences, present, run_of, works_on
 from headrace.lease import LeaseHolder, read_holder
 from headrace.process import machine_id, start_time
 from headrace.storage import Storage, json_document
+from tasks.runs import lease_key
 
 ELSEWHERE = LeaseHolder(holder="h", host="other", machine="other/boot/ns", pid=7, start_time=1, beat=3)
 
@@ -76,6 +77,20 @@ def test_a_process_elsewhere_is_watched_until_it_beats(storage):
     found = presences(dict.fromkeys(["beats", "silent", "ends", "never"], storage), 2.0)
     timer.join()
     assert found == {"beats": "alive", "silent": "silent", "ends": "absent", "never": "absent"}
+
+
+def test_a_run_is_abandoned_when_its_command_was_killed_here(storage):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    born = start_time(ended.pid)
+    ended.wait()
+    for run_id, holder in {
+        "dead": LeaseHolder("h", "here", machine_id(), ended.pid, born, 0),
+        "here": LeaseHolder("h", "here", machine_id(), os.getpid(), start_time(os.getpid()), 0),
+        "elsewhere": ELSEWHERE,
+    }.items():
+        storage.write_bytes(lease_key(run_id), json_document(dataclasses.asdict(holder)))
+    leave(storage, "a-flow-run", ELSEWHERE)
+    assert abandoned_runs(storage) == ["dead"]
 
 
 def test_what_lies_there_and_says_nothing_is_no_holder(storage):

@@ -78,6 +78,7 @@ class Stack:
             "PREFECT_API_URL": self.api,
             "PREFECT_UI_ENABLED": "0",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_WORKER_HEARTBEAT_SECONDS": "2",  # Prefect believes in a worker for three of them
             "PREFECT_LOGGING_LEVEL": "INFO",
             "OMP_NUM_THREADS": "1",
         }

@@ -147,6 +147,8 @@ def test_cancel_in_every_stage_frees_everything_within_half_a_minute(stack: Stac
     if stage != "prepare":
         assert mlflow_status(local_lab) == "KILLED"
         assert committed(local_lab, 4 if stage == "train" else STEPS)
+    if stage not in ("prepare", "train"):
+        return  # from here on it is the same: what is committed is found, as after a kill
 
     local_lab.plan()
     again = stack.trigger(local_lab, stack.deploy(local_lab, f"cancel-{stage}"))
@@ -170,9 +172,8 @@ def test_a_pool_that_nobody_polls_is_said(stack: Stack, local_lab: Lab) -> None:
     try:
         config = str(local_lab.write_config())
         waiting = stack.start(
-            local_lab, "trigger", "--config", config, "--deployment", deployment, "--wait", "--timeout", "120"
+            local_lab, "trigger", "--config", config, "--deployment", deployment, "--wait", "--timeout", "60"
         )
-        # Prefect believes in a worker for three heartbeats after its last one.
         ended = finish(waiting)
     finally:
         stack.start_worker()
