@@ -1,6 +1,7 @@
 """What `deployments/` says is what there is: flows, parameters, schedules, automations."""
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from prefect.events.schemas.automations import AutomationCore
 
 from flows import deployments
 from flows.config import PipelineConfig
+from flows.services_setup import job_template
 from headrace.config import load_document
 from headrace.config_check import parse
 
@@ -82,6 +84,15 @@ def test_a_silent_run_is_marked_after_several_missed_heartbeats_and_never_after_
     assert trigger.expect >= ends | {"prefect.flow-run.heartbeat"}
     assert set(trigger.match_related["prefect.resource.name"]) >= FLOWS
     assert automation.actions[0].state == "CRASHED"
+
+
+def test_a_flow_run_is_one_process_in_the_folder_where_up_was_started():
+    template = job_template("a folder")
+    variables = template["variables"]["properties"]
+    assert variables["command"]["default"] == f"{sys.executable} -P -m prefect.engine"
+    assert variables["working_dir"]["default"] == "a folder"
+    assert template["job_configuration"]["command"] == "{{ command }}"
+    assert template["job_configuration"]["working_dir"] == "{{ working_dir }}"
 
 
 def test_the_wheel_carries_the_same_files(tmp_path, monkeypatch):
