@@ -8,9 +8,12 @@ left as they are: schedules that exist, and whether an automation is enabled.
 
 import asyncio
 import copy
+import datetime
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import Any
+from uuid import UUID
 
 from prefect import Flow
 from prefect.client.orchestration import PrefectClient, get_client
@@ -21,8 +24,23 @@ from prefect.client.schemas.actions import (
     WorkPoolCreate,
     WorkPoolUpdate,
 )
-from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, DeploymentSchedule
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowRunFilter,
+    FlowRunFilterExpectedStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import (
+    ConcurrencyLimitStrategy,
+    ConcurrencyOptions,
+    DeploymentSchedule,
+    FlowRun,
+    StateType,
+)
 from prefect.client.schemas.schedules import construct_schedule
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
@@ -41,6 +59,7 @@ async def set_up(working_folder: str) -> None:
         await _pool(client, working_folder)
         for deployment in deployments.deployments():
             await _deployment(client, deployment)
+            await _drop_missed(client, deployment)
         for document in deployments.automations():
             await _automation(client, AutomationCore.model_validate(document))
 
@@ -113,6 +132,37 @@ async def _deployment(client: PrefectClient, wanted: Deployment) -> None:
         **more,
     )
     await client.update_deployment(found.id, change)
+
+
+async def _drop_missed(client: PrefectClient, wanted: Deployment) -> None:
+    """Of the runs that a schedule planned while nothing ran here, keep the last one: the others would all start now."""
+    name = f"{_flow(wanted.entrypoint).name}/{wanted.name}"
+    found = await client.read_deployment_by_name(name)
+    while missed := missed_runs(await _overdue(client, found.id)):
+        for flow_run in missed:
+            await client.delete_flow_run(flow_run.id)
+
+
+async def _overdue(client: PrefectClient, deployment_id: UUID) -> list[FlowRun]:
+    """A page of the runs of a deployment that should have started already, the last one first."""
+    return await client.read_flow_runs(
+        deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment_id])),
+        flow_run_filter=FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+            expected_start_time=FlowRunFilterExpectedStartTime(before_=datetime.datetime.now(datetime.UTC)),
+        ),
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=200,
+    )
+
+
+def missed_runs(overdue: Sequence[FlowRun]) -> list[FlowRun]:
+    """Those that a schedule planned and that are not made up for: all but the first.
+
+    Runs that somebody asked for stay.
+    """
+    planned = [flow_run for flow_run in overdue if flow_run.auto_scheduled and flow_run.run_count == 0]
+    return planned[1:]
 
 
 def _schedules(found: list[DeploymentSchedule], wanted: Deployment) -> list[DeploymentScheduleUpdate] | None:

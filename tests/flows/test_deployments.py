@@ -3,16 +3,18 @@
 import importlib
 import sys
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import yaml
 from prefect import Flow
+from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import construct_schedule
 from prefect.events.schemas.automations import AutomationCore
 
 from flows import deployments
 from flows.config import PipelineConfig
-from flows.services_setup import job_template
+from flows.services_setup import job_template, missed_runs
 from headrace.config import load_document
 from headrace.config_check import parse
 
@@ -93,6 +95,15 @@ def test_a_flow_run_is_one_process_in_the_folder_where_up_was_started():
     assert variables["working_dir"]["default"] == "a folder"
     assert template["job_configuration"]["command"] == "{{ command }}"
     assert template["job_configuration"]["working_dir"] == "{{ working_dir }}"
+
+
+def test_of_the_runs_that_a_schedule_missed_only_the_last_is_made_up_for():
+    def run(planned, count=0):
+        return FlowRun(flow_id=uuid4(), auto_scheduled=planned, run_count=count)
+
+    asked, last, older, oldest, retried = run(False), run(True), run(True), run(True), run(True, 1)
+    assert missed_runs([asked, last, older, retried, oldest]) == [older, oldest]
+    assert missed_runs([asked, last]) == missed_runs([]) == []
 
 
 def test_the_wheel_carries_the_same_files(tmp_path, monkeypatch):

@@ -86,11 +86,14 @@ class Up:
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def run_deployment(self, name: str, config: dict[str, Any]) -> UUID:
+    def run_deployment(self, name: str, config: dict[str, Any], environment: dict[str, str] | None = None) -> UUID:
         """Ask for a run through the API, as the form does; returns the id of the flow run."""
+        variables = {"env": environment} if environment else None
         with self.client() as client:
             deployment = client.read_deployment_by_name(name)
-            return client.create_flow_run_from_deployment(deployment.id, parameters={"config": config}).id
+            return client.create_flow_run_from_deployment(
+                deployment.id, parameters={"config": config}, job_variables=variables
+            ).id
 
     def flow_run(self, flow_run: UUID) -> FlowRun:
         with self.client() as client:

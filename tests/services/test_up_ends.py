@@ -31,6 +31,19 @@ def training(up: Up) -> Any:
     return flow_run
 
 
+def continued_by_the_next(lab: Lab) -> None:
+    """The next `up` takes the interrupted run to its end by itself."""
+    lab.plan()
+    with started_up(lab) as up, up.client() as client:
+        deployment = client.read_deployment_by_name("pretrain/pretrain")
+
+        def done() -> bool:
+            runs = [run for run in client.read_flow_runs() if run.deployment_id == deployment.id]
+            return any(str(run.state_name) == "Completed" for run in runs)
+
+        until(done, "the run is continued and completes")
+
+
 def kinds(processes: list[psutil.Process]) -> str:
     return " ".join(" ".join(process.cmdline()) for process in processes)
 
@@ -48,15 +61,7 @@ def test_sigterm_lets_a_training_save_and_the_next_one_continues_it(local_lab: L
         assert local_lab.command("status").returncode == 1
     saved = len(list(local_lab.store.glob("runs/*/artifacts/checkpoints/step-*/attempt-*/COMMIT.json")))
     assert saved > 0
-    local_lab.plan()
-    with started_up(local_lab) as up, up.client() as client:
-        deployment = client.read_deployment_by_name("pretrain/pretrain")
-
-        def done() -> bool:
-            runs = [run for run in client.read_flow_runs() if run.deployment_id == deployment.id]
-            return any(str(run.state_name) == "Completed" for run in runs)
-
-        until(done, "the run is continued and completes")
+    continued_by_the_next(local_lab)
     again = local_lab.run_to_the_end()
     assert again["step"] == 12
     assert [stage["outcome"] for stage in again["stages"]] == ["reused"] * 5
@@ -78,6 +83,7 @@ def test_nothing_is_left_when_it_is_killed(local_lab: Lab) -> None:
         told = local_lab.command("down")
         assert told.returncode == 0
         assert "does not run" in told.stderr
+    continued_by_the_next(local_lab)
 
 
 def test_down_ends_what_it_started_and_leaves_others_alone(local_lab: Lab, tmp_path: Any) -> None:
