@@ -4,6 +4,8 @@ import datetime
 import json
 import os
 import stat
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,18 +110,74 @@ def test_the_past_run_is_shown_by_both_servers(up: Up, past: str) -> None:
     assert "run.json" in {file.path for file in client.list_artifacts(past)}
 
 
-def test_deployments_and_automations_are_there_once_after_being_made_again(up: Up) -> None:
+def test_making_the_deployments_again_leaves_what_people_set(up: Up) -> None:
     with up.client() as client:
+        (schedule,) = client.read_deployment_by_name("pretrain/pretrain").schedules
+        assert (schedule.slug, schedule.active) == ("nightly", False)
+        (automation,) = automations(up)
+        assert (automation["name"], automation["enabled"]) == ("headrace silent runs", True)
+
+        client.request("PATCH", f"/automations/{automation['id']}", json={"enabled": False})
         deployment = client.read_deployment_by_name("pretrain/pretrain")
-    (schedule,) = deployment.schedules
-    assert (schedule.slug, schedule.active) == ("nightly", False)
-    assert deployment.global_concurrency_limit is not None
-    assert deployment.global_concurrency_limit.limit == 1
-    with urllib.request.urlopen(
-        urllib.request.Request(f"{up.prefect_api}/automations/filter", data=b"{}", method="POST"), timeout=10
-    ) as answer:
-        automations = json.load(answer)
-    assert [automation["name"] for automation in automations] == ["headrace silent runs"]
+        place = f"/deployments/{deployment.id}/schedules/{schedule.id}"
+        client.request("PATCH", place, json={"active": True, "parameters": {"config": up.lab.config}})
+        try:
+            make_deployments_again(up)
+            again = client.read_deployment_by_name("pretrain/pretrain")
+            (kept,) = again.schedules
+            assert (again.id, kept.slug, kept.active) == (deployment.id, "nightly", True)
+            assert kept.parameters == {"config": up.lab.config}
+            assert again.global_concurrency_limit is not None
+            assert again.global_concurrency_limit.limit == 1
+            assert [a["enabled"] for a in automations(up)] == [False]
+            client.request("DELETE", place)
+            make_deployments_again(up)
+            (new,) = client.read_deployment_by_name("pretrain/pretrain").schedules
+            assert (new.slug, new.active) == ("nightly", False)
+        finally:
+            client.request("PATCH", f"/automations/{automation['id']}", json={"enabled": True})
+
+
+def test_the_quickstart_starts_with_a_whole_config(up: Up) -> None:
+    with up.client() as client:
+        deployment = client.read_deployment_by_name("pretrain/quickstart")
+    assert deployment.parameters["config"]["name"] == "quickstart"
+    assert deployment.enforce_parameter_schema
+    schema = deployment.parameter_openapi_schema
+    assert schema is not None
+    assert schema["definitions"]["DataConfig"]["title"] == "Data"
+
+
+def test_prefects_own_command_takes_the_same_file(up: Up) -> None:
+    """For a server of one's own; the next `up` brings everything back to what it makes itself."""
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--prefect-file"]
+    done = subprocess.run(
+        [*command, "deployments/prefect.yaml", "--name", "quickstart"],
+        env={**up.env, "PREFECT_API_URL": up.prefect_api, "PREFECT_HOME": str(up.lab.home / "prefect")},
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with up.client() as client:
+        assert client.read_deployment_by_name("pretrain/quickstart").entrypoint == "flows.pretrain_flow.pretrain"
+    make_deployments_again(up)
+
+
+def automations(up: Up) -> list[dict[str, Any]]:
+    with up.client() as client:
+        found: list[dict[str, Any]] = client.request("POST", "/automations/filter", json={}).json()
+    return found
+
+
+def make_deployments_again(up: Up) -> None:
+    """As the next start does."""
+    subprocess.run(
+        [sys.executable, "-m", "flows.services_setup", str(up.lab.folder)],
+        env={**up.env, "PREFECT_API_URL": up.prefect_api, "PREFECT_HOME": str(up.lab.home / "prefect")},
+        check=True,
+        capture_output=True,
+    )
 
 
 def test_a_second_one_is_refused_and_says_which_the_first_is(up: Up) -> None:
@@ -168,28 +226,24 @@ def test_a_config_that_is_wrong_is_refused_before_there_is_a_run(up: Up) -> None
 def test_a_schedule_made_through_the_api_fires(up: Up) -> None:
     with up.client() as client:
         deployment = client.read_deployment_by_name("prepare-data/prepare-data")
-        soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=5)
-        timing = IntervalSchedule(interval=datetime.timedelta(hours=12), anchor_date=soon)
-        client.request(
-            "POST",
-            f"/deployments/{deployment.id}/schedules",
-            json=[
-                {
-                    "schedule": timing.model_dump(mode="json"),
-                    "active": True,
-                    "slug": "soon",
-                    "parameters": {"config": up.lab.config},
-                }
-            ],
-        )
+        place = f"/deployments/{deployment.id}/schedules"
+        timing = IntervalSchedule(interval=datetime.timedelta(seconds=30))
+        wanted = {
+            "schedule": timing.model_dump(mode="json"),
+            "active": True,
+            "slug": "soon",
+            "parameters": {"config": up.lab.config},
+        }
+        (made,) = client.request("POST", place, json=[wanted]).json()
 
         def fired() -> Any:
             runs = [run for run in client.read_flow_runs() if run.deployment_id == deployment.id]
-            return [run for run in runs if run.state is not None and run.state.is_completed()]
+            return [run for run in runs if run.auto_scheduled and run.state is not None and run.state.is_completed()]
 
-        assert until(fired, "the scheduled run completes")[0].auto_scheduled
-    following = {d["name"]: d["next"] for d in up.status()["deployments"]}
-    assert following["prepare-data/prepare-data"] is not None
+        until(fired, "the scheduled run completes")
+        following = {d["name"]: d["next"] for d in up.status()["deployments"]}
+        assert following["prepare-data/prepare-data"] is not None
+        client.request("DELETE", f"{place}/{made['id']}")
 
 
 @pytest.mark.parametrize("name", ["worker", "mlflow", "prefect"])
@@ -204,3 +258,24 @@ def test_a_part_that_is_killed_is_there_again_and_nothing_is_lost(up: Up, past: 
     flow_run = up.run_deployment("prepare-data/prepare-data", config_of(up, name=f"after-{name}"))
     assert up.ended(flow_run) == "Completed"
     assert MlflowClient(up.mlflow).get_run(past).info.status == "FINISHED"
+
+
+def test_a_training_goes_on_while_every_part_dies(up: Up, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    slow = {"point": "step.middle", "action": "sleep", "seconds": 4.0, "always": True}
+    plan.write_text(json.dumps({"dir": str(tmp_path), "faults": [slow]}), encoding="utf-8")
+    flow_run = up.run_deployment("pretrain/pretrain", config_of(up, name="steady"), {"HEADRACE_FAULTS": str(plan)})
+    until(lambda: any("training.main" in " ".join(p.cmdline()) for p in up.processes()), "the training runs")
+    for name in ("prefect", "mlflow", "worker"):
+        killed = up.kill(name)
+        until(lambda name=name, killed=killed: up.service(name)["pid"] != killed, f"{name} is back", AGAIN_SECONDS)
+    until(lambda: up.status()["live"], "everything answers", AGAIN_SECONDS)
+    assert [run["state"] for run in up.status()["runs"] if run["flow"] == "pretrain"] == ["Running"]
+
+    assert up.ended(flow_run) == "Completed"
+    client = MlflowClient(up.mlflow)
+    version = client.get_model_version_by_alias("steady", "champion")
+    steps = [point.step for point in client.get_metric_history(version.run_id, "train/loss")]
+    assert sorted(steps) == list(range(1, 13)), "each step once, also those that were trained while MLflow was away"
+    shown = json.loads(up.lab.command("runs", "show", "steady", "--json").stdout)
+    assert (shown["status"], shown["attempts"]) == ("FINISHED", 1)
