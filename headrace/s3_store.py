@@ -4,6 +4,7 @@ Knows what to ask of S3; the client library, its bounds and its process rules ar
 """
 
 import contextlib
+import functools
 import random
 import secrets
 import time
@@ -15,7 +16,7 @@ from headrace import s3_errors
 from headrace.errors import NotFound, StorageUnavailable
 from headrace.local_store import complete_file
 from headrace.patience import patiently
-from headrace.s3_parts import PART_BYTES, PART_CONCURRENCY, WRITER, Sent, upload_parts
+from headrace.s3_parts import PART_BYTES, PART_CONCURRENCY, WRITER, Call, Sent, upload_parts
 
 PAGE_KEYS = 1000
 """Keys in one answer to a listing and in one request to delete: what S3 allows."""
@@ -31,6 +32,10 @@ class S3Client(Protocol):
 
     def run(self, method: str, *arguments: Any, size: int, **options: Any) -> Any:
         """Run `method` within a deadline that `size` (bytes) extends. Raises s3_errors.RequestFailed."""
+        ...
+
+    def run_here(self, operation: str, **arguments: Any) -> Any:
+        """Run an S3 operation on the calling thread, without a deadline. Raises s3_errors.RequestFailed."""
         ...
 
 
@@ -107,15 +112,26 @@ class S3Store:
 
     def put_file(self, local: Path, key: str) -> None:
         """Upload a local file; large ones go in parts, and the last step publishes them."""
-        self.upload(local, key, until=0.0, on_sent=lambda _: None)
+        self._put(local, functools.partial(self._call, "write", key), key, until=0.0, on_sent=lambda _: None)
 
     def upload(self, local: Path, key: str, *, until: float, on_sent: Sent) -> None:
-        """Upload a local file, trying again while the store is away, until time.monotonic() is `until`."""
-        size = local.stat().st_size
+        """As `put_file`, trying again while the store is away, until time.monotonic() is `until`.
+
+        One try may take longer: whoever calls this ends the process when it does.
+        """
 
         def call(operation: str, size: int = 0, **arguments: Any) -> dict[str, Any]:
-            return self._call("write", key, operation, size, Key=self._prefix + key, **arguments)
+            try:
+                answer: dict[str, Any] = self._client.run_here(operation, Bucket=self._bucket, **arguments)
+            except s3_errors.RequestFailed as failure:
+                raise s3_errors.explain(failure.error, "write", self._url(key), size) from failure.error
+            return answer
 
+        self._put(local, call, key, until=until, on_sent=on_sent)
+
+    def _put(self, local: Path, run: Call, key: str, *, until: float, on_sent: Sent) -> None:
+        call = functools.partial(run, Key=self._prefix + key)
+        size = local.stat().st_size
         if size > PART_BYTES:
             upload_parts(
                 call, local, size, part_bytes=PART_BYTES, concurrency=PART_CONCURRENCY, until=until, on_sent=on_sent

@@ -328,6 +328,7 @@ class _S3Client:
 
     def __init__(self) -> None:
         self._filesystems: dict[int, Any] = {}
+        self._direct: dict[int, Any] = {}
 
     def run(self, method: str, *arguments: Any, size: int, **options: Any) -> Any:
         """Run a coroutine of the filesystem on its own thread; `size` in bytes extends the deadline.
@@ -344,6 +345,32 @@ class _S3Client:
             return sync(filesystem.loop, getattr(filesystem, method), *arguments, timeout=deadline, **options)
         except (OSError, EOFError, BotoCoreError, aiohttp.ClientError) as error:
             raise s3_errors.RequestFailed(error) from error
+
+    def run_here(self, operation: str, **arguments: Any) -> Any:
+        """Run an S3 operation on the calling thread; each of its tries has its time, but there is no deadline over all.
+
+        For large bodies: the one event loop of `run` signs and copies them one after the other, threads do not.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+        from s3fs.errors import translate_boto_error
+
+        try:
+            return getattr(self._direct_client(), operation)(**arguments)
+        except ClientError as error:
+            raise s3_errors.RequestFailed(translate_boto_error(error)) from error
+        except (BotoCoreError, OSError) as error:
+            raise s3_errors.RequestFailed(error) from error
+
+    def _direct_client(self) -> Any:
+        pid = os.getpid()
+        if pid not in self._direct:
+            import botocore.session  # type: ignore[import-untyped] # ships no types
+            from botocore.config import Config  # type: ignore[import-untyped] # ships no types
+
+            options = _client_options()
+            options["retries"]["total_max_attempts"] *= CLIENT_ROUNDS
+            self._direct[pid] = botocore.session.get_session().create_client("s3", config=Config(**options))
+        return self._direct[pid]
 
     def _filesystem(self) -> Any:
         """Return this process's filesystem: one that was inherited over a fork must not be used."""

@@ -78,10 +78,10 @@ launch() {
     echo "$pid $(started_at "$pid")" >"$folder/$part.pid"
 }
 
-alive() { # PART
+alive() { # PART: also while only some of its threads have ended: the others still hold its locks
     local pid start
     read -r pid start 2>/dev/null <"$folder/$1.pid" || return 1
-    [ "$(started_at "$pid")" = "$start" ] && ! grep -q '^State:[[:space:]]*Z' "/proc/$pid/status" 2>/dev/null
+    [ "$(started_at "$pid")" = "$start" ] && grep -hs '^State:' "/proc/$pid/task/"*/status | grep -qv 'Z (zombie)'
 }
 
 signal_part() { # SIGNAL PART: send it, and wait until the process is gone
