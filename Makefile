@@ -3,7 +3,7 @@
 #   make quickstart    text to a registered model, on this machine
 #   make test          the fast tests                    make check       ruff, mypy, import contracts, spelling
 #   make test-slow     those that take longer            make chaos       killed runs come out the same
-#   make services      with real services: Ceph RGW      (deployments/rgw/rgw.sh install)
+#   make services      on real servers and their pages   make services-slow   those of them that take longer
 #   make bench         ratios against floors and peers   make docs        the tables of docs/guide.md, written again
 
 SHELL := bash
@@ -24,7 +24,7 @@ INSTALL := $(VENV)/bin/pip install -qq --no-compile --disable-pip-version-check 
 # In CI a skipped test is a failure: nothing may be left out silently.
 PYTEST := $(VENV)/bin/python -m pytest $(if $(CI),-p tests.ci_plugin)
 
-.PHONY: help quickstart test test-slow services chaos check bench docs install install-dev
+.PHONY: help quickstart test test-slow services services-slow chaos check bench docs install install-dev
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -33,13 +33,16 @@ quickstart: $(RUN_STAMP)
 	@$(VENV)/bin/headrace run configs/quickstart.yaml $(ARGS)
 
 test: $(DEV_STAMP)
-	@$(PYTEST) tests --ignore=tests/chaos --ignore=tests/services -m "not slow" $(ARGS)
+	@$(PYTEST) tests --ignore=tests/chaos --ignore=tests/services --ignore=tests/browser -m "not slow" $(ARGS)
 
 test-slow: $(DEV_STAMP)
-	@$(PYTEST) tests --ignore=tests/chaos --ignore=tests/services -m slow $(ARGS)
+	@$(PYTEST) tests --ignore=tests/chaos --ignore=tests/services --ignore=tests/browser -m slow $(ARGS)
 
 services: $(DEV_STAMP)
-	@$(PYTEST) tests/services $(ARGS)
+	@$(PYTEST) tests/services tests/browser -m "not slow" $(ARGS)
+
+services-slow: $(DEV_STAMP)
+	@$(PYTEST) tests/services tests/browser -m slow $(ARGS)
 
 chaos: $(DEV_STAMP)
 	@$(PYTEST) tests/chaos $(ARGS)

@@ -91,7 +91,7 @@ def validate(
     elif show:
         sys.stdout.write(to_yaml(loaded))
     else:
-        Terminal().note(f"{config} is valid. Next: headrace run {config}")
+        Terminal().note(f"{config} is valid; its inputs are looked at by the run. Next: headrace run {config}")
 
 
 @app.command()

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticKnownError, PydanticUndefined
 
 from headrace.errors import ConfigError
 
@@ -44,6 +44,18 @@ class Part(BaseModel):
         protected_namespaces=(),
         model_title_generator=lambda model: _title(model.__name__),
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yes_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads `yes` as true, and Python counts that as 1: neither stands for the other here."""
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        kinds = set(typing.get_args(wanted)) or {wanted}
+        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
+            raise PydanticKnownError("int_type" if int in kinds else "float_type")
+        if isinstance(value, int) and not isinstance(value, bool) and kinds == {bool}:
+            raise PydanticKnownError("bool_type")
+        return value
 
 
 def identity(default: Any = ..., *, description: str, **constraints: Any) -> Any:

@@ -31,7 +31,7 @@ _REPORTED_DISTRIBUTIONS = (
 def home() -> Path:
     """Return the absolute folder of the local state: HEADRACE_HOME, or `.headrace` in the working directory.
 
-    The folder need not exist. Raises ConfigError when the variable holds a URL.
+    The folder need not exist. Raises ConfigError when the variable holds a URL or a file.
     """
     value = os.environ.get(HOME_VARIABLE) or ".headrace"
     if "://" in value:
@@ -39,7 +39,10 @@ def home() -> Path:
             f"{HOME_VARIABLE} is {value!r}, but it must be a folder on this machine. Unset it or give a path; to keep "
             "data in an object store, set storage.root instead."
         )
-    return Path(value).expanduser().absolute()
+    path = Path(value).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{HOME_VARIABLE} is {path}, which is not a folder. Name a folder; it need not exist.")
+    return path
 
 
 def store_path() -> Path:

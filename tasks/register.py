@@ -24,6 +24,7 @@ from tasks.runs import SCORE_TAG, VERSION_TAG, Run, Workspace
 
 CHAMPION = "champion"
 
+
 @dataclass(frozen=True)
 class RegisterResult:
     """The version of a run's export, and what became of the champion."""

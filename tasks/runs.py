@@ -169,9 +169,7 @@ def _make_run(space: Workspace, request: RunRequest, dataset: DatasetRef, key: s
     return record
 
 
-def _create(
-    space: Workspace, request: RunRequest, dataset: DatasetRef, key: str, experiment_id: str
-) -> RunRecord:
+def _create(space: Workspace, request: RunRequest, dataset: DatasetRef, key: str, experiment_id: str) -> RunRecord:
     tags = {
         RUN_KEY_TAG: key,
         NAME_TAG: request.name,

@@ -100,6 +100,8 @@ def test_a_missing_file_names_the_command_that_writes_one(tmp_path: Path) -> Non
         ({"name": "x", "rate": 1}, "Unknown key 'rate'; did you mean 'inner.rate'?"),
         ({"name": "x", "inner": {"workers": "two"}}, "inner.workers must be a whole number, got 'two'"),
         ({"name": "x", "inner": {"workers": "1e3"}}, "inner.workers must be a whole number, got '1e3'; write 1000"),
+        ({"name": "x", "inner": {"workers": True}}, "inner.workers must be a whole number, got True"),
+        ({"name": "x", "inner": {"rate": True}}, "inner.rate must be a number, got True"),
         ({"name": "x", "inner": {"rate": -1}}, "inner.rate must be greater than 0, got -1"),
         ({"name": "x", "inner": {"rate": float("inf")}}, "inner.rate must be a finite number, got inf"),
         ({}, "name is required: the name"),

@@ -32,7 +32,9 @@ def render() -> str:
 def keys() -> list[str]:
     """Every key as the tables write it: `data.inputs[].path`."""
     return [
-        f"{prefix}{name}" for prefix, part in _parts("", PipelineConfig) for name in part.model_fields
+        f"{prefix}{name}"
+        for prefix, part in _parts("", PipelineConfig)
+        for name in part.model_fields
         if role_of(part.model_fields[name])
     ]
 

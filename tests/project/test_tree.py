@@ -25,7 +25,10 @@ def tracked() -> list[str]:
     """Tracked files, and new ones that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file() and name != SELF]
 

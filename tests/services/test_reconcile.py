@@ -78,6 +78,7 @@ def test_worker_and_flow_gone_two_reconcilers_make_one(stack: Stack, local_lab: 
     assert len(stack.flow_runs(deployment)) == 2
 
 
+@pytest.mark.slow
 def test_one_that_is_called_crashed_and_lives_is_left_alone(stack: Stack, local_lab: Lab) -> None:
     deployment, flow_run = started(stack, local_lab, "alive")
     mark(stack, flow_run)
@@ -87,6 +88,7 @@ def test_one_that_is_called_crashed_and_lives_is_left_alone(stack: Stack, local_
     assert attempts(local_lab) == 1
 
 
+@pytest.mark.slow
 def test_a_wrong_guess_never_lets_two_work(stack: Stack, local_lab: Lab) -> None:
     deployment, flow_run = started(stack, local_lab, "guess")
     mark(stack, flow_run)
@@ -102,6 +104,7 @@ def test_a_wrong_guess_never_lets_two_work(stack: Stack, local_lab: Lab) -> None
     assert mlflow_status(local_lab) == "FINISHED"
 
 
+@pytest.mark.slow
 def test_cancelling_without_a_process_becomes_cancelled_and_stays(stack: Stack, local_lab: Lab) -> None:
     deployment, flow_run = started(stack, local_lab, "final")
     stack.kill_worker()
@@ -120,6 +123,7 @@ def test_cancelling_without_a_process_becomes_cancelled_and_stays(stack: Stack, 
     assert mlflow_status(local_lab) == "KILLED"
 
 
+@pytest.mark.slow
 def test_without_progress_the_budget_ends_it(stack: Stack, local_lab: Lab) -> None:
     local_lab.plan({"point": "unit.before_commit", "action": "kill", "target": "flow", "always": True})
     deployment = stack.deploy(local_lab, "budget")

@@ -222,6 +222,7 @@ def test_the_server_killed_during_saves_loses_nothing(
     assert weights(lab, result) == weights(clean, clean.run_to_the_end())
 
 
+@pytest.mark.slow
 def test_a_minute_without_the_store_costs_no_step(
     rgw: Rgw, long_labs: Callable[[str, int, int], Lab], background: Callable[[Lab], Running]
 ):

@@ -130,7 +130,9 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [stage if stage == "train" else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES]
+)
 def test_cancel_in_every_stage_frees_everything_within_half_a_minute(stack: Stack, local_lab: Lab, stage: str) -> None:
     local_lab.plan(STAGES[stage])
     deployment = stack.deploy(local_lab, f"cancel-{stage}")
@@ -166,6 +168,7 @@ def cancel(stack: Stack, asked: dict[str, Any]) -> None:
         client.set_flow_run_state(UUID(asked["flow_run_id"]), Cancelling())
 
 
+@pytest.mark.slow
 def test_a_pool_that_nobody_polls_is_said(stack: Stack, local_lab: Lab) -> None:
     deployment = stack.deploy(local_lab, "nobody")
     stack.kill_worker()

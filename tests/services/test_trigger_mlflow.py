@@ -29,6 +29,7 @@ def mlflow(tmp_path: Path) -> Iterator[MlflowServer]:
     server.close()
 
 
+@pytest.mark.slow
 def test_half_a_minute_without_mlflow_loses_no_value(stack: Stack, local_lab: Lab, mlflow: MlflowServer) -> None:
     local_lab.plan(SLOW_STEPS)
     local_lab.environment["MLFLOW_TRACKING_URI"] = mlflow.uri

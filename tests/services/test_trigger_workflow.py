@@ -120,6 +120,7 @@ def test_the_workflow_takes_a_commit_to_a_model(stack: Stack, local_lab: Lab, mo
     assert f"[Prefect](http://127.0.0.1:{stack.port}/runs/flow-run/{flow_run.id})" in summary
 
 
+@pytest.mark.slow
 def test_a_cancelled_workflow_cancels_its_run(stack: Stack, local_lab: Lab) -> None:
     local_lab.plan(SLOW_STEPS)
     deployment = stack.deploy(local_lab, "pretrain")

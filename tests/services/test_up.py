@@ -260,6 +260,7 @@ def test_a_part_that_is_killed_is_there_again_and_nothing_is_lost(up: Up, past: 
     assert MlflowClient(up.mlflow).get_run(past).info.status == "FINISHED"
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_while_every_part_dies(up: Up, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     slow = {"point": "step.middle", "action": "sleep", "seconds": 4.0, "always": True}

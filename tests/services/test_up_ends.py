@@ -48,6 +48,7 @@ def kinds(processes: list[psutil.Process]) -> str:
     return " ".join(" ".join(process.cmdline()) for process in processes)
 
 
+@pytest.mark.slow
 def test_sigterm_lets_a_training_save_and_the_next_one_continues_it(local_lab: Lab) -> None:
     local_lab.plan(SLOW)
     with started_up(local_lab) as up:
@@ -125,6 +126,7 @@ def test_a_taken_port_is_one_sentence(local_lab: Lab) -> None:
     assert local_lab.processes() == []
 
 
+@pytest.mark.slow
 def test_it_waits_for_no_command_that_has_the_database_itself(local_lab: Lab) -> None:
     local_lab.plan({"point": "step.middle", "action": "sleep", "seconds": 20.0, "step": 2})
     running = local_lab.start("run", str(local_lab.write_config()), "--json")

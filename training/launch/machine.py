@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "machine.jsonl"
 INTERVAL_SECONDS = 10.0
+FIRST_SECONDS = 2.0
+"""A short run gets a sample, too."""
 KIND = "system"
 MEGABYTE = 1e6
 
@@ -34,7 +36,7 @@ class MachineLog:
     def look(self, now: float, step: int) -> None:
         """Write a sample under `step`, the newest that a rank has told of, when it is time; `now` is monotonic."""
         if self._due == 0.0:
-            self._due = now + INTERVAL_SECONDS
+            self._due = now + FIRST_SECONDS
         if now < self._due:
             return
         self._due = now + INTERVAL_SECONDS

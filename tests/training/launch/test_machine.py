@@ -2,17 +2,17 @@
 
 from headrace.events import EventTail
 from headrace.mirror import points_of
-from training.launch.machine import INTERVAL_SECONDS, MachineLog
+from training.launch.machine import FIRST_SECONDS, INTERVAL_SECONDS, MachineLog
 
 
 def test_a_sample_is_taken_when_it_is_time(tmp_path):
     log = MachineLog(tmp_path / "machine.jsonl", attempt=3)
     tail = EventTail(tmp_path / "machine.jsonl")
     log.look(100.0, 0)
-    log.look(100.0 + INTERVAL_SECONDS - 0.1, 4)
+    log.look(100.0 + FIRST_SECONDS - 0.1, 4)
     assert tail.new() == []
-    log.look(100.0 + INTERVAL_SECONDS, 5)
-    log.look(101.0 + INTERVAL_SECONDS, 6)
+    log.look(100.0 + FIRST_SECONDS, 5)
+    log.look(99.9 + FIRST_SECONDS + INTERVAL_SECONDS, 6)
     (sample,) = tail.new()
     assert (sample["attempt"], sample["kind"], sample["step"]) == (3, "system", 5)
     assert 0 <= sample["cpu_utilization_percentage"] <= 100
