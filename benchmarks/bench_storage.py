@@ -40,7 +40,7 @@ def server(folder: Path) -> Iterator[dict[str, Any]]:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     started = subprocess.run(
-        [str(SCRIPT), "start", str(folder), str(port), str(os.getpid())], check=True, capture_output=True, text=True
+        [str(SCRIPT), "start", str(folder), str(port), str(os.getpid())], check=True, stdout=subprocess.PIPE, text=True
     )
     try:
         yield json.loads(started.stdout)

@@ -34,7 +34,7 @@ from data_prep.tokenizers import (
 from data_prep.units import KIND as UNIT_KIND
 from data_prep.units import SPLITS, Counts, DatasetCounts, UnitProgress, unit_prefix
 from data_prep.workers import build_units
-from headrace.commit import COMMIT_NAME, Commit, check_files, read_commit, write_commit
+from headrace.commit import Commit, check_files, read_commit, write_commit
 from headrace.digest import digest_json, sha256_bytes, short
 from headrace.errors import DamagedData, InputError
 from headrace.lease import LeaseHolder, hold
@@ -158,13 +158,7 @@ class _Preparation:
 
     def _find(self, unit: UnitPlan) -> bool:
         prefix = unit_prefix(unit.key)
-        try:
-            commit = read_commit(self.storage, prefix, kind=UNIT_KIND)
-        except DamagedData as error:
-            logger.warning("%s The unit is built again.", error)
-            # It is written again only when it is not there, and the same unit has the same bytes.
-            self.storage.delete(f"{prefix}/{COMMIT_NAME}")
-            return False
+        commit = read_commit(self.storage, prefix, kind=UNIT_KIND)
         if commit is None:
             return False
         try:

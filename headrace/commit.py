@@ -106,6 +106,8 @@ def read_commit(storage: Storage, prefix: str, *, kind: str, name: str = COMMIT_
         document = storage.read_json(key)
     except NotFound:
         return None
+    except DamagedData as error:
+        raise DamagedData(f"{str(error).rstrip('.')}. Move it away and run again.") from error
     _check_version(storage.url(key), document)
     try:
         commit = _parse(document)

@@ -79,9 +79,11 @@ launch() {
 }
 
 alive() { # PART: also while only some of its threads have ended: the others still hold its locks
-    local pid start
+    local pid start states
     read -r pid start 2>/dev/null <"$folder/$1.pid" || return 1
-    [ "$(started_at "$pid")" = "$start" ] && grep -hs '^State:' "/proc/$pid/task/"*/status | grep -qv 'Z (zombie)'
+    [ "$(started_at "$pid")" = "$start" ] || return 1
+    states="$(grep -hs '^State:' "/proc/$pid/task/"*/status || true)" # whole, and not through a pipe that ends early
+    grep -qv 'Z (zombie)' <<<"$states"
 }
 
 signal_part() { # SIGNAL PART: send it, and wait until the process is gone

@@ -321,18 +321,6 @@ def test_a_unit_whose_file_is_gone_is_built_again(store, tmp_path, work_dir, sma
     assert (again.digest, store_digests(store, "units", "datasets")) == (first.digest, before)
 
 
-def test_a_unit_whose_commit_is_damaged_is_built_again(store, tmp_path, work_dir, small_tokenizer, caplog):
-    write_files(tmp_path / "text", 30)
-    first = prepare_small(store, work_dir, tmp_path / "text", tokenizer=small_tokenizer)
-    before = store_digests(store, "units", "datasets")
-    damaged = next(key for key in before if key.startswith("units/") and key.endswith("COMMIT.json"))
-    store.write_bytes(damaged, b"{")
-    again = prepare_small(store, work_dir, tmp_path / "text", tokenizer=small_tokenizer)
-    assert again.units_built == 1
-    assert "is not a complete JSON document" in caplog.text
-    assert (again.digest, store_digests(store, "units", "datasets")) == (first.digest, before)
-
-
 def test_a_killed_builder_leaves_nothing_half_done_and_the_rerun_gives_the_same(tmp_path, work_dir, monkeypatch):
     write_files(tmp_path / "text", 12)
     clean = Storage.open(tmp_path / "clean")

@@ -149,3 +149,6 @@ def test_a_conflicting_unit_is_not_overwritten(store, tmp_path, work_dir, small_
     store.write_json(key, commit)
     with pytest.raises(DamagedData, match="was changed after it was written"):
         prepare_small(store, work_dir, tmp_path / "text", tokenizer=small_tokenizer)
+    store.write_bytes(key, b"{")
+    with pytest.raises(DamagedData, match=r"is not a complete JSON document .*\. Move it away and run again\.$"):
+        prepare_small(store, work_dir, tmp_path / "text", tokenizer=small_tokenizer)
