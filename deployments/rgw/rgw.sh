@@ -83,7 +83,7 @@ alive() { # PART: also while only some of its threads have ended: the others sti
     read -r pid start 2>/dev/null <"$folder/$1.pid" || return 1
     [ "$(started_at "$pid")" = "$start" ] || return 1
     states="$(grep -hs '^State:' "/proc/$pid/task/"*/status || true)" # whole, and not through a pipe that ends early
-    grep -qv 'Z (zombie)' <<<"$states"
+    [ -n "$states" ] && grep -qv 'Z (zombie)' <<<"$states"
 }
 
 signal_part() { # SIGNAL PART: send it, and wait until the process is gone
