@@ -22,7 +22,8 @@ MORE_POINTS = [
     ({"point": "save.begun", "step": 4, "rank": 1}, 2),
     ({"point": "storage.write", "key": "*step-00000004*/rank-0000.bin"}, 2),
     ({"point": "save.files_written", "step": 4, "rank": 1}, 2),
-    ({"point": "storage.write", "key": "*/events/0001-000001.jsonl"}, 2),
+    # The first segment only: a step that ends while it is written may make a second one before the same commit.
+    ({"point": "storage.write", "key": "*/events/0001-000000.jsonl"}, None),
     ({"point": "storage.write", "key": "*step-00000004*/COMMIT.json"}, 2),
     ({"point": "storage.write", "key": "*step-00000002*/metadata.json"}, None),
     ({"point": "commit.after", "step": 6}, 6),
