@@ -61,12 +61,12 @@ def require_text(inputs: tuple[InputConfig, ...]) -> None:
     Raises InputError as `discover` does.
     """
     empty = True
-    for config in inputs:
-        files = _find(config)
-        first = next(files, None)
+    for index, config in enumerate(inputs):
+        sizes = (_describe(index, config, name, path).size for name, path in _find(config))
+        first = next(sizes, None)
         if first is None:
             raise InputError(_nothing_found(config))
-        empty = empty and first[1].stat().st_size == 0 and all(path.stat().st_size == 0 for _, path in files)
+        empty = empty and first == 0 and not any(sizes)
     if empty:
         raise InputError(f"Every file of the inputs is empty ({inputs[0].path!r} first). Give text in data.inputs.")
 
