@@ -95,43 +95,30 @@ async def _pool(client: PrefectClient, working_folder: str) -> None:
 async def _deployment(client: PrefectClient, wanted: Deployment) -> None:
     flow = _flow(wanted.entrypoint)
     flow_id = await client.create_flow_from_name(flow.name)
-    schema = parameter_schema(flow)
+    # Said once for both ways below: a field that only one of them had would differ after the second start.
+    same: dict[str, Any] = {
+        "description": wanted.description,
+        "tags": list(wanted.tags),
+        "entrypoint": wanted.entrypoint,
+        "work_pool_name": POOL,
+        "job_variables": wanted.job_variables,
+        "parameters": wanted.parameters,
+        "parameter_openapi_schema": parameter_schema(flow).model_dump(),
+        "enforce_parameter_schema": True,
+        "concurrency_limit": wanted.limit,
+    }
+    if wanted.limit:
+        same["concurrency_options"] = QUEUE
     try:
         found = await client.read_deployment_by_name(f"{flow.name}/{wanted.name}")
     except ObjectNotFound:
-        await client.create_deployment(
-            flow_id=flow_id,
-            name=wanted.name,
-            description=wanted.description,
-            tags=list(wanted.tags),
-            entrypoint=wanted.entrypoint,
-            work_pool_name=POOL,
-            job_variables=wanted.job_variables,
-            parameters=wanted.parameters,
-            parameter_openapi_schema=schema.model_dump(),
-            enforce_parameter_schema=True,
-            concurrency_limit=wanted.limit,
-            concurrency_options=QUEUE if wanted.limit else None,
-            schedules=[_schedule(item) for item in wanted.schedules],
-        )
+        schedules = [_schedule(item) for item in wanted.schedules]
+        await client.create_deployment(flow_id=flow_id, name=wanted.name, schedules=schedules, **same)
         return
-    more: dict[str, Any] = {"concurrency_options": QUEUE} if wanted.limit else {}
-    schedules = _schedules(found.schedules, wanted)
-    if schedules is not None:
-        more["schedules"] = schedules
-    change = DeploymentUpdate(
-        description=wanted.description,
-        tags=list(wanted.tags),
-        entrypoint=wanted.entrypoint,
-        work_pool_name=POOL,
-        job_variables=wanted.job_variables,
-        parameters=wanted.parameters,
-        parameter_openapi_schema=schema.model_dump(),
-        enforce_parameter_schema=True,
-        concurrency_limit=wanted.limit,
-        **more,
-    )
-    await client.update_deployment(found.id, change)
+    both = _schedules(found.schedules, wanted)
+    if both is not None:
+        same["schedules"] = both
+    await client.update_deployment(found.id, DeploymentUpdate(**same))
 
 
 async def _drop_missed(client: PrefectClient, wanted: Deployment) -> None:
