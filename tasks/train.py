@@ -108,8 +108,6 @@ def _run_attempt(
 ) -> None:
     """Run one attempt, shown live; returns when it finished, raises when it did not."""
     session.first_attempt = session.first_attempt or attempt.attempt
-    if attempt.restore is not None:
-        stage.note(f"attempt {attempt.attempt} goes on from step {attempt.restore.step}")
     progress = _Progress(stage, attempt)
     mirror = _mirror(space, run, attempt.attempt)
 
@@ -194,6 +192,7 @@ class _Progress:
 
     def __init__(self, stage: StageProgress, attempt: AttemptSpec) -> None:
         self._stage = stage
+        self._attempt = attempt.attempt
         self._committed_at: float | None = None
         self.metrics: dict[str, Any] = {}
         stage.update(attempt.restore.step if attempt.restore else 0)
@@ -208,10 +207,11 @@ class _Progress:
             self._stage.update(bits_per_byte=event["bits_per_byte"])
         elif kind == "save.committed":
             self._committed_at = event["time"]
+        elif kind == "checkpoint.loaded":
+            # Not before: until all of it has been read and verified, the attempt may still have to set it aside.
+            self._stage.note(f"attempt {self._attempt} goes on from step {event['step']}")
         elif kind == "save.failed":
             self._stage.note(f"the save of step {event['step']} failed, training goes on: {event['message']}")
-        elif kind == "checkpoint.damaged":
-            self._stage.note(f"the checkpoint of step {event['step']} is set aside: {event['reason']}")
 
     def _age(self, now: float) -> str:
         return "none yet" if self._committed_at is None else f"{max(0.0, now - self._committed_at):.0f} s old"

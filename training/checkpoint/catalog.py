@@ -28,6 +28,10 @@ _STEP = re.compile(r"step-(\d{8,})")
 _ATTEMPT = re.compile(r"attempt-(\d{4,})")
 
 
+class SetAside(DamagedData):
+    """A checkpoint in which an earlier attempt found damage; that was told when it was found."""
+
+
 class DamagedCheckpoint(Retryable):
     """The content of a checkpoint is not what its commit says; it is set aside, the next attempt uses an older one."""
 
@@ -82,7 +86,7 @@ def committed_on_chain(storage: Storage, run_prefix: str) -> Iterator[tuple[int,
 
 
 def list_commits(storage: Storage, run_prefix: str) -> list[Checkpoint]:
-    """Every usable checkpoint on the chain, newest first: damaged ones are left out and logged."""
+    """Every usable checkpoint on the chain, newest first: damaged ones are left out."""
     return list(_usable(storage, run_prefix))
 
 
@@ -102,7 +106,8 @@ def choose_restore(storage: Storage, run: RunSpec) -> Choice:
         try:
             checkpoint = _verified(storage, step, attempt, prefix)
         except DamagedData as error:
-            logger.warning("The checkpoint of step %d (attempt %d) is not used: %s", step, attempt, error)
+            level = logging.INFO if isinstance(error, SetAside) else logging.WARNING
+            logger.log(level, "The checkpoint of step %d (attempt %d) is not used: %s", step, attempt, error)
             refused[prefix] = str(error)
             continue
         require_same_run(run, checkpoint)
@@ -184,14 +189,15 @@ def _usable(storage: Storage, run_prefix: str) -> Iterator[Checkpoint]:
         try:
             yield _verified(storage, step, attempt, prefix)
         except DamagedData as error:
-            logger.warning("The checkpoint of step %d (attempt %d) is not used: %s", step, attempt, error)
+            # Who chooses from these warns; the others only look, some of them every few seconds.
+            logger.info("The checkpoint of step %d (attempt %d) is not used: %s", step, attempt, error)
 
 
 def _verified(storage: Storage, step: int, attempt: int, prefix: str) -> Checkpoint:
     """Check all that can be checked without reading the tensors; raises DamagedData."""
     if storage.exists(f"{prefix}/{DAMAGED_NAME}"):
         reason = storage.read_json(f"{prefix}/{DAMAGED_NAME}").get("reason", "no reason recorded")
-        raise DamagedData(f"{prefix} was set aside: {reason}")
+        raise SetAside(f"{prefix} was set aside: {reason}")
     commit = read_commit(storage, prefix, kind=COMMIT_KIND)
     if commit is None:
         raise DamagedData(f"The commit object of {prefix} disappeared while it was read.")
