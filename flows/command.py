@@ -68,10 +68,12 @@ def check_inputs(config: PipelineConfig) -> None:
 
 
 def continue_text(model: str, prompt: str) -> tuple[Path, str]:
-    """The folder of the model, and what it writes after `prompt`."""
+    """The folder of the model, and what it writes after `prompt`. Refuses what is no model before torch is loaded."""
     from flows.look import model_folder
+    from training.export.folder import require_model
 
     folder = model_folder(model)
+    require_model(folder)
     # By name: everything else in this package starts without torch.
     opened = importlib.import_module("training.generate").open_model(folder)
     return folder, str(opened.complete(prompt, max_new_tokens=64))

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ConfigError, InputError
-from training.export.hf import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, load_hf_dir
+from training.export.folder import TOKENIZER_CONFIG_NAME, require_tokenizer
+from training.export.hf import load_hf_dir
 from training.model.config import ModelConfig
 from training.parallel.engine import Engine
 from training.parallel.world import World, detect_device
@@ -108,10 +109,7 @@ def open_model(
     Raises InputError for another kind of folder, DamagedData for one that is not what its commit says.
     """
     config, weights = load_hf_dir(folder)
-    path = folder / TOKENIZER_NAME
-    if not path.is_file():
-        raise InputError(f"There is no {TOKENIZER_NAME} in {folder}: text cannot be turned into tokens.")
-    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer = tokenizers.Tokenizer.from_file(str(require_tokenizer(folder)))
     size = tokenizer.get_vocab_size()
     if size > config.vocab_size:
         raise ConfigError(f"The tokenizer in {folder} has {size} tokens, but the model only {config.vocab_size}.")

@@ -13,8 +13,12 @@ from flows import cli
 from flows.look import RunLine
 from flows.result import PretrainResult, Scores, StageResult
 from headrace import errors
+from training.export.folder import to_hf_config
+from training.model.config import ModelConfig
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+LLAMA = to_hf_config(ModelConfig(), dtype="float32", eos_id=0, bos_id=None)
 
 RESULT = PretrainResult(
     run_id="a" * 32,
@@ -231,8 +235,8 @@ def test_init_of_nothing_is_refused_input(capfd, tmp_path):
     assert "does not exist" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["validate", str(QUICKSTART)], ["init", str(Path(__file__).parent)]])
-def test_light_commands_load_nothing_heavy(arguments, tmp_path):
+def load_nothing_heavy(arguments, home):
+    """Run a command in a process of its own that fails when a heavy library was loaded; return what it did."""
     code = (
         "import sys\n"
         "from flows.cli import execute\n"
@@ -240,7 +244,35 @@ def test_light_commands_load_nothing_heavy(arguments, tmp_path):
         "heavy = {'prefect', 'mlflow', 'torch', 's3fs', 'pandas', 'tokenizers', 'transformers'} & set(sys.modules)\n"
         "sys.exit(f'loaded {sorted(heavy)}' if heavy else code)\n"
     )
-    environment = {**os.environ, "HEADRACE_HOME": str(tmp_path / "home")}
+    environment = {**os.environ, "HEADRACE_HOME": str(home)}
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
+    assert "loaded" not in done.stderr
+    assert not home.exists(), "nothing is written"
+    return done
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["validate", str(QUICKSTART)], ["init", str(Path(__file__).parent)]])
+def test_light_commands_load_nothing_heavy(arguments, tmp_path):
+    done = load_nothing_heavy(arguments, tmp_path / "home")
     assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "home").exists(), "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (None, "There is no config.json in"),
+        ([], "must hold a JSON object"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2' and must be 'llama'"),
+        (LLAMA, "There are no weights in"),
+    ],
+    ids=["empty", "no object", "another kind", "no weights"],
+)
+def test_a_folder_that_holds_no_model_is_refused_before_anything_heavy_is_loaded(config, told, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    done = load_nothing_heavy(["generate", str(folder), "--prompt", "x"], tmp_path / "home")
+    assert done.returncode == 2, done.stderr
+    assert told in done.stderr
+    assert done.stderr.count("Error:") == 1

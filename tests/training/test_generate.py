@@ -11,7 +11,8 @@ from transformers import LlamaForCausalLM
 
 from headrace.errors import ConfigError, InputError
 from tests.training.toy import MODEL
-from training.export.hf import to_hf_config, to_hf_name
+from training.export.folder import to_hf_config
+from training.export.hf import to_hf_name
 from training.generate import Sampling, generate, open_model
 from training.model.config import ModelConfig
 from training.model.init import initialise

@@ -25,17 +25,16 @@ from headrace.faults import fault_point
 from headrace.storage import Storage, json_document
 from training.checkpoint.catalog import Checkpoint, open_checkpoint, require_same_run
 from training.checkpoint.reader import read_tensors
-from training.export.hf import (
+from training.export.folder import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     SPECIAL_TOKENS_NAME,
     TOKENIZER_CONFIG_NAME,
     TOKENIZER_NAME,
     WEIGHTS_NAME,
-    parameter_shapes,
     to_hf_config,
-    to_hf_name,
 )
+from training.export.hf import parameter_shapes, to_hf_name
 from training.export.spec import COMMIT_KIND, ExportSpec
 from training.run_spec import RunSpec
 

@@ -7,14 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.errors import DamagedData, InputError
-from training.export.hf import (
-    from_hf_config,
-    from_hf_name,
-    load_hf_dir,
-    parameter_shapes,
-    to_hf_config,
-    to_hf_name,
-)
+from training.export.folder import from_hf_config, to_hf_config
+from training.export.hf import from_hf_name, load_hf_dir, parameter_shapes, to_hf_name
 from training.model.config import ModelConfig
 from training.model.llama import Decoder
 
