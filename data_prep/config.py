@@ -43,7 +43,9 @@ class DataConfig(Part):
     num_buckets: int = identity(
         64, description="buckets that small files are spread over by their name; each is one unit", ge=64, le=65536
     )
-    range_bytes: int = identity(64 * 2**20, description="bytes of one unit cut from a large jsonl file", ge=2**16)
+    range_bytes: int = identity(
+        64 * 2**20, description="bytes of one unit cut from a large jsonl file", ge=2**16, le=2**40
+    )
     processes: int = execution(0, description="processes that tokenise; 0 takes every core", ge=0, le=1024)
 
 
@@ -55,10 +57,13 @@ class TokenizerConfig(Part):
     )
     vocab_size: int = identity(4096, description="tokens in the vocabulary of a trained tokenizer", ge=257, le=2**20)
     generation: int = identity(
-        1, description="a trained tokenizer is kept when the corpus changes; raise the number to train another", ge=1
+        1,
+        description="a trained tokenizer is kept when the corpus changes; raise the number to train another",
+        ge=1,
+        le=10**6,
     )
     sample_bytes: int = identity(
-        32 * 2**20, description="bytes of text that a tokenizer is trained on, chosen by content", ge=2**16
+        32 * 2**20, description="bytes of text that a tokenizer is trained on, chosen by content", ge=2**16, le=2**40
     )
     eos_token: str = identity("<|endoftext|>", description="the token that ends every document", min_length=1)
     add_bos: bool = identity(False, description="begin every document with the tokenizer's own begin token")

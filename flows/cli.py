@@ -238,7 +238,7 @@ def generate(
 
 @app.command()
 def ui(
-    port: Annotated[int, typer.Option("--port", help="Port on loopback; 0 takes a free one.")] = 5000,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port on loopback; 0 takes a free one.")] = 5000,
     as_json: Json = False,
 ) -> None:
     """Serve MLflow on the state of this folder and print its page, until Ctrl-C.

@@ -10,9 +10,11 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout;
 
 
 def up(
-    port: Annotated[int, typer.Option("--port", help="Port of Prefect's API and pages; 0 takes a free one.")] = 4200,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port of Prefect's API and pages; 0 takes a free one.")
+    ] = 4200,
     mlflow_port: Annotated[
-        int, typer.Option("--mlflow-port", help="Port of MLflow on loopback; 0 takes a free one.")
+        int, typer.Option("--mlflow-port", min=0, max=65535, help="Port of MLflow on loopback; 0 takes a free one.")
     ] = 5000,
     host: Annotated[
         str, typer.Option("--host", help="Address of Prefect's server; others than loopback need a login.")

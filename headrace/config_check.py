@@ -66,16 +66,21 @@ def explain(model: type[Part], fault: ErrorDetails) -> str:
 
 def _rule(model: type[Part], fault: ErrorDetails, message: str) -> str:
     kind = fault["type"]
-    limits = {
-        name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in fault.get("ctx", {}).items()
-    }
+    limits = {name: _limit(value) for name, value in fault.get("ctx", {}).items()}
     if kind == "string_too_short":
-        return "must not be empty" if limits["min_length"] == 1 else f"must have {limits['min_length']} characters"
+        return "must not be empty" if limits["min_length"] == "1" else f"must have {limits['min_length']} characters"
     if kind == "string_pattern_mismatch":
         return f"must fit its description ({_description(model, fault['loc'])})"
     if kind in RULES:
         return RULES[kind].format_map(limits)
     return f"is not right: {message[0].lower() + message[1:]}"
+
+
+def _limit(value: Any) -> str:
+    """A number as the guide and YAML write it: 2 for 2.0, and 100_000_000."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return f"{value:_}" if isinstance(value, int) and value >= 10**6 else str(value)
 
 
 def _hint(fault: ErrorDetails) -> str:

@@ -8,13 +8,17 @@ INIT_PATTERN = r"^(run:[0-9a-f]{32}@[0-9]+|hf://.+)$"
 
 
 class TrainingConfig(Part):
-    """Steps, batch and precision."""
+    """Steps, batch and precision.
 
-    steps: int = identity(256, description="optimizer steps of the whole run", ge=1)
+    The upper limits lie far above every run that was ever made, and all of them together below 2**63 tokens: counts
+    fit in 64 bits, and a slip of the keyboard is refused.
+    """
+
+    steps: int = identity(256, description="optimizer steps of the whole run", ge=1, le=10**8)
     global_batch_size: int = identity(
-        16, description="sequences in one optimizer step, over all data-parallel ranks", ge=1
+        16, description="sequences in one optimizer step, over all data-parallel ranks", ge=1, le=2**16
     )
-    seq_len: int = identity(256, description="tokens in one sequence", ge=2)
+    seq_len: int = identity(256, description="tokens in one sequence", ge=2, le=2**20)
     precision: Literal["bfloat16", "float32", "float64"] = identity(
         "bfloat16",
         description="type of the computation; weights and optimizer state are kept in float32 (float64 for float64)",

@@ -149,6 +149,8 @@ def test_a_reader_that_has_seen_enough_is_no_failure(monkeypatch):
         (["runs", "list"], "No such command 'list'"),
         (["generate", "x"], "Missing option '--prompt'"),
         (["ui", "--port", "many"], "--port"),
+        (["ui", "--port", "65536"], "--port"),
+        (["up", "--mlflow-port", "-1"], "--mlflow-port"),
     ],
     ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else "",
 )

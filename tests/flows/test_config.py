@@ -1,8 +1,10 @@
 """The rules that go across the parts: each names the rule, the values given and the nearest valid ones."""
 
+import typing
 from pathlib import Path
 from typing import Any
 
+import annotated_types
 import pytest
 
 from flows.config import PipelineConfig, load_config, store_root
@@ -73,6 +75,32 @@ def test_every_leaf_has_a_role_and_a_description() -> None:
         assert role_of(field) in ("identity", "execution", "evaluation"), path
         description = field.description or ""
         assert description[:1].islower(), path
+
+
+def test_every_number_of_things_has_an_upper_limit() -> None:
+    """A slip of the keyboard is refused, instead of filling a disk, a loop or 64 bits."""
+    limits = (annotated_types.Le, annotated_types.Lt)
+    for path, field in walk(PipelineConfig):
+        if int in (field.annotation, *typing.get_args(field.annotation)):
+            assert any(isinstance(constraint, limits) for constraint in field.metadata), path
+
+
+def test_the_longest_run_that_can_be_asked_for_counts_its_tokens_in_64_bits() -> None:
+    longest = parse(
+        PipelineConfig,
+        with_values(
+            training={"steps": 10**8, "global_batch_size": 2**16, "seq_len": 2**20}, model={"max_seq_len": 2**20}
+        ),
+    )
+    assert longest.training.steps * longest.training.tokens_per_step < 2**63
+
+
+@pytest.mark.parametrize("key", ["training.steps", "checkpoint.save_every", "schedule.warmup_steps"])
+def test_an_absurd_count_is_refused_with_its_limit(key: str) -> None:
+    section, name = key.split(".")
+    with pytest.raises(ConfigError) as caught:
+        parse(PipelineConfig, with_values(**{section: {name: 10**18}}))
+    assert str(caught.value) == f"{key} must be 100_000_000 or less, got {10**18}"
 
 
 def test_layout_and_intervals_stay_out_of_the_identity() -> None:

@@ -6,10 +6,10 @@ from headrace.config import Part, evaluation, execution
 class EvaluationConfig(Part):
     """Validation loss, bits per byte and greedy samples."""
 
-    every: int = execution(100, description="optimizer steps between two evaluations in the loop", ge=1)
-    batch_size: int = execution(16, description="sequences in one forward pass of one rank", ge=1)
+    every: int = execution(100, description="optimizer steps between two evaluations in the loop", ge=1, le=10**8)
+    batch_size: int = execution(16, description="sequences in one forward pass of one rank", ge=1, le=2**16)
     max_tokens: int | None = evaluation(
-        None, description="tokens of the validation split that are used, from its start; none takes all", ge=2
+        None, description="tokens of the validation split that are used, from its start; none takes all", ge=2, lt=2**63
     )
     prompts: tuple[str, ...] = evaluation(
         ("The ", "def ", "import "), description="texts that the greedy samples continue"

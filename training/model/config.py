@@ -8,13 +8,17 @@ from headrace.config import Part, identity
 class ModelConfig(Part):
     """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
-    vocab_size: int = identity(4096, description="rows of the embedding; at least the tokenizer's vocabulary", ge=2)
-    dim: int = identity(256, description="width of the residual stream", ge=2)
-    num_layers: int = identity(4, description="transformer blocks", ge=1)
-    num_heads: int = identity(4, description="query heads", ge=1)
-    num_kv_heads: int = identity(2, description="key and value heads, each shared by a group of query heads", ge=1)
-    ffn_dim: int = identity(704, description="inner width of the feed-forward layer", ge=1)
-    max_seq_len: int = identity(256, description="tokens of the longest sequence", ge=2)
+    vocab_size: int = identity(
+        4096, description="rows of the embedding; at least the tokenizer's vocabulary", ge=2, le=2**24
+    )
+    dim: int = identity(256, description="width of the residual stream", ge=2, le=2**17)
+    num_layers: int = identity(4, description="transformer blocks", ge=1, le=1024)
+    num_heads: int = identity(4, description="query heads", ge=1, le=1024)
+    num_kv_heads: int = identity(
+        2, description="key and value heads, each shared by a group of query heads", ge=1, le=1024
+    )
+    ffn_dim: int = identity(704, description="inner width of the feed-forward layer", ge=1, le=2**20)
+    max_seq_len: int = identity(256, description="tokens of the longest sequence", ge=2, le=2**24)
     rope_theta: float = identity(10_000.0, description="base of the rotary frequencies", gt=1)
     norm_eps: float = identity(1e-5, description="added to the mean square inside RMSNorm", gt=0, lt=0.1)
     tie_embeddings: bool = identity(True, description="use the embedding as the output projection")

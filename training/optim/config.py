@@ -20,7 +20,7 @@ class ScheduleConfig(Part):
     """Linear warm-up, then a cosine down to a fraction of the peak."""
 
     kind: Literal["cosine"] = identity("cosine", description="shape of the learning rate after the warm-up")
-    warmup_steps: int = identity(20, description="optimizer steps from zero to the peak learning rate", ge=0)
+    warmup_steps: int = identity(20, description="optimizer steps from zero to the peak learning rate", ge=0, le=10**8)
     final_fraction: float = identity(
         0.1, description="learning rate at the last step, as a share of the peak", ge=0, le=1
     )
