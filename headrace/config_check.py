@@ -45,8 +45,13 @@ def parse(model: type[PartT], document: Mapping[str, Any]) -> PartT:
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        faults = [explain(model, fault) for fault in error.errors()]
+        faults = [explain(model, fault) for fault in error.errors() if not _is_echo(fault)]
         raise ConfigError("\n".join(dict.fromkeys(faults))) from None
+
+
+def _is_echo(fault: ErrorDetails) -> bool:
+    """Whether a list is called too short only because pydantic does not count the items whose faults it tells, too."""
+    return fault["type"] == "too_short" and len(fault["input"]) >= fault["ctx"]["min_length"]
 
 
 def explain(model: type[Part], fault: ErrorDetails) -> str:

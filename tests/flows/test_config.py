@@ -64,6 +64,21 @@ def test_a_broken_rule_names_values_and_valid_ones(sections: dict[str, Any], sen
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("item", "fault"),
+    [
+        ("texts", "data.inputs.0 must be a section of keys, got 'texts'"),
+        ({"path": ""}, "data.inputs.0.path must not be empty, got ''"),
+        ({"path": "x", "include": [1]}, "data.inputs.0.include.0 must be text, got 1"),
+    ],
+    ids=["no section", "empty path", "two lists deep"],
+)
+def test_a_wrong_item_of_a_list_is_one_fault(item: Any, fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(PipelineConfig, with_values(data={"name": "t", "inputs": [item]}))
+    assert str(caught.value) == fault
+
+
 def test_broken_rules_are_told_together() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(PipelineConfig, with_values(training={"seq_len": 512, "global_batch_size": 7}))
