@@ -18,7 +18,7 @@ from flows.embedded import free_port, prefect_api
 from flows.result import PretrainResult
 from flows.services_file import live_record, using_services
 from headrace.environment import PACKAGES, mlflow_database
-from headrace.errors import Cancelled, ConfigError, HeadraceError
+from headrace.errors import Cancelled, HeadraceError
 from headrace.terminal import Terminal
 from tasks.child import command_of
 
@@ -87,7 +87,7 @@ def serve_pages(port: int, terminal: Terminal, on_page: Callable[[str], None]) -
         default_uri,
         is_server,
         redact,
-        server_answers,
+        require_answer,
         server_arguments,
     )
 
@@ -100,10 +100,7 @@ def serve_pages(port: int, terminal: Terminal, on_page: Callable[[str], None]) -
         return
     uri = default_uri()
     if is_server(uri):
-        if not server_answers(uri):
-            raise ConfigError(
-                f"The MLflow server at {redact(uri)} does not answer. Start it, or unset MLFLOW_TRACKING_URI."
-            )
+        require_answer(uri)
         page = f"{redact(uri).rstrip('/')}/#/experiments{PAGE_QUERY}"
         terminal.note(f"MLflow runs already: {page}")
         on_page(page)

@@ -81,7 +81,7 @@ def show_run(name: str) -> dict[str, Any]:
 
 
 def find_run(name: str) -> tuple[Tracker, RunRecord]:
-    """A run by its id, the beginning of it, or its name. Raises NotFound, saying what there is."""
+    """A run by its id, the beginning of it, or its name. Raises InputError, saying what there is."""
     tracker = connect()
     records = _records(tracker) if tracker else []
     by_id = [record for record in records if record.run_id.startswith(name)] if len(name) >= 4 else []
@@ -89,14 +89,14 @@ def find_run(name: str) -> tuple[Tracker, RunRecord]:
     found = by_id[-1:] if len(by_id) == 1 else by_name[-1:]
     if tracker is None or not found:
         names = ", ".join(sorted({record.name for record in records})) or "none"
-        raise NotFound(f"There is no run {name!r}. Runs by name: {names}; `headrace runs ls` lists them.")
+        raise InputError(f"There is no run {name!r}. Runs by name: {names}; `headrace runs ls` lists them.")
     return tracker, found[0]
 
 
 def model_folder(model: str) -> Path:
     """A local folder with the model: from a folder, `models:/NAME@ALIAS`, a run's id, or a registered name.
 
-    A registered name alone means its champion. Files of a remote store are copied once. Raises NotFound.
+    A registered name alone means its champion. Files of a remote store are copied once. Raises InputError.
     """
     if Path(model).is_dir():
         return Path(model)
@@ -113,7 +113,7 @@ def model_folder(model: str) -> Path:
         storage, prefix = _place(record)
         exports = exports_of(storage, prefix)
         if not exports:
-            raise NotFound(f"The run {model} has no exported model yet; `headrace run` with its config makes one.")
+            raise InputError(f"The run {model} has no exported model yet; `headrace run` with its config makes one.")
         return _local(storage, exports[-1][0])
     return _version_folder(model, alias="champion", version=None)
 
@@ -121,7 +121,7 @@ def model_folder(model: str) -> Path:
 def _version_folder(name: str, *, alias: str | None, version: str | None) -> Path:
     tracker = connect()
     if tracker is None:
-        raise NotFound(f"There is no registered model {name!r} yet; `headrace run` makes one.")
+        raise InputError(f"There is no registered model {name!r} yet; `headrace run` makes one.")
     registry = Registry(tracker)
     found: VersionRecord | None
     if alias is not None:
@@ -132,12 +132,14 @@ def _version_folder(name: str, *, alias: str | None, version: str | None) -> Pat
         versions = ", ".join(v.version for v in registry.versions(name))
         if not versions:
             known = ", ".join(registry.names()) or "none; `headrace run` makes one"
-            raise NotFound(f"There is no registered model {name!r}; there are: {known}.")
+            raise InputError(f"There is no registered model {name!r}; there are: {known}.")
         missing = f"alias {alias!r}" if alias is not None else f"version {version}"
-        raise NotFound(f"The registered model {name!r} has no {missing}; its versions: {versions}.")
+        raise InputError(f"The registered model {name!r} has no {missing}; its versions: {versions}.")
     model_id = found.tags.get("headrace.model_id")
     if model_id is None:
-        raise NotFound(f"Version {found.version} of {name!r} was not registered by headrace; give its folder instead.")
+        raise InputError(
+            f"Version {found.version} of {name!r} was not registered by headrace; give its folder instead."
+        )
     location = registry.get_model(model_id).location
     root, separator, _ = location.rpartition("/runs/models/")
     if not separator:

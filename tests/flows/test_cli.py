@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +200,28 @@ def test_a_run_is_shown_as_yaml_or_as_a_document(monkeypatch, capfd):
     assert capfd.readouterr().out == "run_id: tiny\ncheckpoints:\n- step: 4\n"
     assert cli.execute(["runs", "show", "tiny", "--json"]) == 0
     assert json.loads(capfd.readouterr().out) == {"run_id": "tiny", "checkpoints": [{"step": 4}]}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["runs", "show", "nope"],
+        ["generate", "nope", "--prompt", "x"],
+        ["generate", "models:/nope/3", "--prompt", "x"],
+        ["generate", "0" * 32, "--prompt", "x"],
+        ["run", "nope.yaml"],
+        ["validate", "nope.yaml"],
+        ["init", "nope"],
+        ["trigger", "--config", "nope.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_a_name_of_nothing_is_refused_input(arguments, monkeypatch, tmp_path, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert cli.execute(arguments) == 2
+    assert re.search("does not exist|There is no", capfd.readouterr().err)
 
 
 def test_generated_text_follows_its_prompt(monkeypatch, capfd):

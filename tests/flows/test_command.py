@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows.command import open_on_screen, serve_pages, show_logs, stopped_by_signals
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import HeadraceError, TrackingUnavailable
 from headrace.terminal import Terminal
 from tests.mlflow_database import NOLOAD
 
@@ -58,7 +58,7 @@ def test_every_way_to_stop_is_an_interrupt(number):
 
 def test_a_server_that_is_named_and_away_is_said(monkeypatch, terminal):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"http://\*\*\*@127.0.0.1:9 does not answer"):
+    with pytest.raises(TrackingUnavailable, match=r"http://\*\*\*@127.0.0.1:9 does not answer"):
         serve_pages(0, terminal, lambda page: None)
 
 

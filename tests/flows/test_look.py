@@ -6,7 +6,7 @@ import pytest
 
 from flows.look import connect, find_run, list_runs, model_folder, show_run
 from headrace.environment import home
-from headrace.errors import InputError, NotFound
+from headrace.errors import InputError
 from headrace.lease import hold
 from headrace.registry import Registry
 from headrace.storage import Storage
@@ -54,9 +54,9 @@ def test_without_a_database_nothing_is_made(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert connect() is None
     assert list_runs() == []
-    with pytest.raises(NotFound, match="no run 'x'"):
+    with pytest.raises(InputError, match="no run 'x'"):
         find_run("x")
-    with pytest.raises(NotFound, match="no registered model 'x'"):
+    with pytest.raises(InputError, match="no registered model 'x'"):
         model_folder("x")
     assert not (tmp_path / "home").exists()
 
@@ -113,7 +113,7 @@ def test_the_newest_run_of_a_name_is_meant(space, registered):
 
 
 def test_a_name_that_is_none_says_what_there_is(registered):
-    with pytest.raises(NotFound, match="Runs by name: tiny"):
+    with pytest.raises(InputError, match="Runs by name: tiny"):
         show_run("other")
 
 
@@ -134,7 +134,7 @@ def test_a_model_by_every_name(space, registered, tmp_path):
     ],
 )
 def test_a_model_that_is_not_there_is_named(registered, name, told):
-    with pytest.raises(NotFound, match=told):
+    with pytest.raises(InputError, match=told):
         model_folder(name)
 
 
@@ -146,12 +146,12 @@ def test_what_is_no_name_of_a_model_is_refused(registered, name):
 
 def test_a_run_without_an_export_says_what_to_do(space, ranks):
     run = resolve_run(space, make_request(), DATASET)
-    with pytest.raises(NotFound, match="`headrace run` with its config makes one"):
+    with pytest.raises(InputError, match="`headrace run` with its config makes one"):
         model_folder(run.run_id)
 
 
 def test_a_version_of_somebody_else_is_not_ours(space, registered):
     run, exported = registered
     Registry(space.tracker).create_version("foreign", exported.model, run_id=run.run_id, tags={})
-    with pytest.raises(NotFound, match="not registered by headrace"):
+    with pytest.raises(InputError, match="not registered by headrace"):
         model_folder("models:/foreign/1")
