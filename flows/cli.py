@@ -276,6 +276,9 @@ def execute(arguments: list[str]) -> int:
     except HeadraceError as error:
         return _fail(error, as_json)
     except USAGE_ERRORS as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # known by its name, as Typer's two copies of click have two
+            sys.stderr.write(f"{error}\n")
+            return ConfigError.exit_code
         return _fail(_usage(error), as_json)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED

@@ -165,6 +165,16 @@ def test_wrong_usage_is_code_2_and_names_the_help(capfd, arguments, told):
     assert told in json.loads(capfd.readouterr().out)["error"]["message"]
 
 
+@pytest.mark.parametrize("group", [[], ["runs"]], ids=["headrace", "headrace runs"])
+def test_a_group_alone_prints_its_help_as_usage(capfd, group):
+    assert cli.execute([*group, "--help"]) == 0
+    wanted = capfd.readouterr().out
+    assert cli.execute(group) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.strip() == wanted.strip()
+
+
 # ------------------------------------------------------------------------------------------------------------- runs
 
 
