@@ -134,7 +134,9 @@ class _Preparation:
         with hold(self.storage, self._lease_key(), on_wait=self._say_wait):
             pinned = self._pinned() or self._train(groups)
             units = plan_units(groups, self.data, pinned, split, self.layout)
-            self._build(self._missing(units), pinned)
+            missing = self._missing(units)
+            self._remove_abandoned(missing)
+            self._build(missing, pinned)
             return self._finish(units, pinned)
 
     def _pinned(self) -> PinnedTokenizer | None:
@@ -168,6 +170,11 @@ class _Preparation:
             return False
         self.commits[unit.key] = commit
         return True
+
+    def _remove_abandoned(self, missing: list[UnitPlan]) -> None:
+        """Free what killed processes of this machine left where this call writes."""
+        for prefix in ("datasets", "leases", "tokenizers", *(unit_prefix(unit.key) for unit in missing)):
+            self.storage.remove_abandoned(prefix)
 
     def _build(self, missing: list[UnitPlan], pinned: PinnedTokenizer) -> None:
         scratch = _scratch_folder(self.work_dir)

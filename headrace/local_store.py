@@ -8,16 +8,15 @@ between processes). Temporary files have unpredictable names, are opened exclusi
 import contextlib
 import errno
 import os
-import secrets
 import shutil
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from headrace.errors import ConfigError, HeadraceError, NotFound, StorageFull, StorageUnavailable
-
-TEMPORARY_PREFIX = ".headrace-tmp-"
+from headrace.temporary import is_abandoned, is_temporary, new_name
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -105,7 +104,7 @@ class FileStore:
             if entry.is_dir(follow_symlinks=False):
                 if next(self._walk(Path(entry.path)), None) is not None:
                     names.append(entry.name)
-            elif not entry.name.startswith(TEMPORARY_PREFIX):
+            elif not is_temporary(entry.name):
                 names.append(entry.name)
         return names
 
@@ -161,6 +160,22 @@ class FileStore:
         except OSError as error:
             raise explain_os_error(error, "delete", path) from error
 
+    def remove_abandoned(self, prefix: str) -> int:
+        """Remove the temporary files that ended processes of this machine left below a folder; return how many.
+
+        Those of other users stay: not everywhere can be seen whether their processes run. What cannot be removed costs
+        only room.
+        """
+        removed = 0
+        for path in self._files(self.path(prefix)):
+            if is_abandoned(path.name):
+                with contextlib.suppress(OSError):
+                    found = path.lstat()
+                    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                        path.unlink()
+                        removed += 1
+        return removed
+
     def _publishing(self, key: str, size: int) -> contextlib.AbstractContextManager[IO[bytes]]:
         return complete_file(self.path(key), "write", size)
 
@@ -185,10 +200,13 @@ class FileStore:
             raise explain_os_error(error, "list", folder) from error
 
     def _walk(self, folder: Path) -> Iterator[Path]:
+        return (path for path in self._files(folder) if not is_temporary(path.name))
+
+    def _files(self, folder: Path) -> Iterator[Path]:
         for entry in self._scan(folder):
             if entry.is_dir(follow_symlinks=False):
-                yield from self._walk(Path(entry.path))
-            elif not entry.name.startswith(TEMPORARY_PREFIX):
+                yield from self._files(Path(entry.path))
+            else:
                 yield Path(entry.path)
 
 
@@ -265,7 +283,7 @@ class MemoryStore:
 @contextlib.contextmanager
 def _temporary_file(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
     """Open a new hidden file beside `path`, and remove it at the end if it still has its own name."""
-    temporary = path.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(16)}"
+    temporary = path.parent / new_name()
     descriptor = _open_new(temporary)
     try:
         with os.fdopen(descriptor, "wb") as file:

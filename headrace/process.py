@@ -98,7 +98,7 @@ def kill_descendants(pid: int, grace_seconds: float) -> None:
 
 def machine_id() -> str:
     """Return what must be equal for two processes to see each other's process ids: boot and process namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 - not a path
 
 

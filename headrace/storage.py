@@ -29,8 +29,9 @@ from headrace.errors import (
     NotFound,
 )
 from headrace.faults import fault_point
-from headrace.local_store import TEMPORARY_PREFIX, FileStore, MemoryStore
+from headrace.local_store import FileStore, MemoryStore
 from headrace.s3_store import S3Store
+from headrace.temporary import is_temporary
 
 logger = logging.getLogger(__name__)
 
@@ -280,6 +281,14 @@ class Storage:
             return 0
         return self._store.abort_uploads(_check_prefix(prefix), is_stale)
 
+    def remove_abandoned(self, prefix: str) -> int:
+        """Remove what ended processes of this machine left of writes below the folder `prefix`; return how many files.
+
+        Only folders have such files, hidden from listings. Those of a process that runs, or that another machine knows,
+        are left alone.
+        """
+        return self._store.remove_abandoned(_check_prefix(prefix)) if isinstance(self._store, FileStore) else 0
+
     def probe_create_only(self) -> None:
         """Check with a scratch object that the second of two create-only writes is refused.
 
@@ -303,7 +312,7 @@ class Storage:
 def check_key(key: str) -> str:
     """Return `key` if it is a valid name for an object, else raise ValueError with the reason."""
     for part in key.split("/"):
-        if part in (".", "..") or not _KEY_PART.fullmatch(part) or part.startswith(TEMPORARY_PREFIX):
+        if part in (".", "..") or not _KEY_PART.fullmatch(part) or is_temporary(part):
             raise ValueError(
                 f"{key!r} is not a valid key: parts between slashes must have 1 to 255 letters, digits or ._=+@,~-, "
                 f"but one is {part!r}"

@@ -28,6 +28,7 @@ from tests.data_prep.corpus import (
     write_files,
     write_jsonl,
 )
+from tests.headrace.killed import killed_while_writing
 
 # ------------------------------------------------------------------------------------------------- what comes out
 
@@ -331,12 +332,16 @@ def test_a_killed_builder_leaves_nothing_half_done_and_the_rerun_gives_the_same(
         prepare_small(store, work_dir, tmp_path / "text", processes=2)
     assert len(units_on(store)) < expected.units_built
     assert store.list("datasets") == []
+    unfinished = next(f.name for f in (tmp_path / "store/units").iterdir() if f.name not in units_on(store))
+    killed_while_writing(tmp_path / "store/units" / unfinished / "x")
+    killed_while_writing(tmp_path / "store/tokenizers/x")
     again = prepare_small(store, work_dir, tmp_path / "text")
     assert again.digest == expected.digest
     assert again.units_reused + again.units_built == expected.units_built
     assert store_digests(store, "units", "datasets", "tokenizers") == store_digests(
         clean, "units", "datasets", "tokenizers"
     )
+    assert list((tmp_path / "store").rglob(".headrace-tmp-*")) == []
     assert list(work_dir.glob("*")) == []
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from headrace import local_store
 from headrace.errors import ConfigError, HeadraceError, NotFound, StorageFull, StorageUnavailable
 from headrace.local_store import complete_file
 from headrace.storage import Storage
+from headrace.temporary import is_abandoned, new_name
+from tests.headrace.killed import killed_while_writing
 
 
 @pytest.fixture
@@ -209,8 +212,7 @@ def test_temporary_files_are_hidden_and_never_left(folder: Storage, root: Path, 
     with pytest.raises(KeyboardInterrupt):
         folder.create("a/c", b"y")
     (hidden,) = set(seen) - {"b"}
-    assert hidden.startswith(".headrace-tmp-")
-    assert len(hidden) == len(".headrace-tmp-") + 32
+    assert re.fullmatch(r"\.headrace-tmp-[0-9a-f]{16}-\d+-\d+-[0-9a-f]{32}", hidden)
     assert all_files(root) == ["a/b"]
     (root / "a" / hidden).write_bytes(b"left by a killed process")
     (root / "empty" / "below").mkdir(parents=True)
@@ -221,6 +223,48 @@ def test_temporary_files_are_hidden_and_never_left(folder: Storage, root: Path, 
     assert folder.children() == ["a"]
     folder.delete_prefix("a")
     assert not (root / "a").exists()
+
+
+def test_only_what_an_ended_process_of_this_machine_left_is_removed(folder: Storage, root: Path):
+    dead = killed_while_writing(root / "a" / "file")
+    kept = {
+        "of a writer that lives": new_name(),
+        "of another machine": f".headrace-tmp-{'0' * 16}-{dead.split('-')[3]}-1-{'0' * 32}",
+        "of an older version": f".headrace-tmp-{'0' * 32}",
+        "named alike": f"{dead}.txt",
+        "an object": "b",
+    }
+    for name in (dead, *kept.values()):
+        for place in (root / "a" / "deep", root / "elsewhere"):
+            place.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(b"x")
+    (root / "a" / "linked").symlink_to(root / "elsewhere")
+    (root / "a" / "folder" / dead).mkdir(parents=True)
+    (root / "a" / "link").mkdir()
+    (root / "a" / "link" / dead).symlink_to(root / "elsewhere" / "b")
+    assert folder.remove_abandoned("a") == 2
+    assert not (root / "a" / dead).exists()
+    assert sorted(os.listdir(root / "a" / "deep")) == sorted(kept.values())  # noqa: PTH208
+    assert (root / "elsewhere" / dead).exists(), "below another prefix, and reached by a link"
+    assert (root / "a" / "folder" / dead).is_dir()
+    assert (root / "a" / "link" / dead).is_symlink()
+    assert folder.remove_abandoned("nothing") == 0
+
+
+def test_a_forked_writer_is_named_by_itself():
+    ours = new_name()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, new_name().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    theirs = os.read(reading, 200).decode()
+    os.close(reading)
+    os.close(writing)
+    assert theirs.split("-")[3] == str(child)
+    assert is_abandoned(theirs)
+    assert not is_abandoned(ours)
 
 
 def test_complete_file(tmp_path: Path):

@@ -263,9 +263,9 @@ class AsyncCheckpointer:
         self._swept = True
         try:
             # All files of this save are stored, and earlier attempts are fenced off: nobody will finish any of these.
-            removed = self._storage.abort_uploads(
-                f"{self._run.run_prefix}/checkpoints", lambda key: attempt_of(key) <= self._spec.attempt
-            )
+            prefix = f"{self._run.run_prefix}/checkpoints"
+            removed = self._storage.abort_uploads(prefix, lambda key: attempt_of(key) <= self._spec.attempt)
+            removed += self._storage.remove_abandoned(prefix)
             if removed:
                 logger.info("Removed %d unfinished uploads of killed processes.", removed)
         except HeadraceError as error:
