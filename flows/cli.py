@@ -23,6 +23,9 @@ USAGE_ERRORS: tuple[type[Exception], ...] = (typer.BadParameter.__mro__[2],)
 INTERRUPTED = 130
 """What typer makes of Ctrl-C inside a command."""
 
+ASKING = "Asking MLflow which runs there are ..."
+"""Shown meanwhile: its library takes seconds to load, and nobody else knows the runs of all stores."""
+
 app = typer.Typer(
     name="headrace",
     help="Raw text in, a registered and evaluated language model out.",
@@ -170,7 +173,7 @@ def runs_ls(as_json: Json = False) -> None:
     from flows.look import list_runs
     from flows.services_file import using_services
 
-    with using_services():
+    with using_services(), Terminal().waiting(ASKING):
         found = list_runs()
     if as_json:
         emit_json({"runs": [vars(line) for line in found]})
@@ -200,7 +203,7 @@ def runs_show(
     from flows.look import show_run
     from flows.services_file import using_services
 
-    with using_services():
+    with using_services(), Terminal().waiting(ASKING):
         shown = show_run(run)
     if as_json:
         emit_json(shown)
@@ -228,7 +231,7 @@ def generate(
     from flows.command import continue_text
     from flows.services_file import using_services
 
-    with using_services():
+    with using_services(), Terminal().waiting(f"Opening {model} and continuing the text ..."):
         folder, text = continue_text(model, prompt)
     if as_json:
         emit_json({"model": str(folder), "prompt": prompt, "text": text})

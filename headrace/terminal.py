@@ -161,6 +161,15 @@ class Terminal:
         finally:
             self._close(progress, how)
 
+    @contextlib.contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """While the block runs, say on a terminal what it waits for; nothing of it stays."""
+        if self.plain:
+            yield
+            return
+        with self._console.status(Text(redact(text))):
+            yield
+
     def note(self, text: str) -> None:
         """Write one line now."""
         self._write(text)

@@ -232,6 +232,18 @@ def test_bars_are_for_terminals_only(monkeypatch: pytest.MonkeyPatch):
     assert Terminal(stream=Screen()).plain
 
 
+def test_what_is_waited_for_is_said_on_a_terminal_only(terminal: Terminal, stream: io.StringIO, monkeypatch):
+    with terminal.waiting("Asking ..."):
+        pass
+    assert stream.getvalue() == ""
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen()
+    with Terminal(stream=screen).waiting("Asking http://me:secret@host ..."):
+        pass
+    assert "Asking http://***@host ..." in screen.getvalue()
+    assert screen.getvalue().endswith("\x1b[2K"), "the line is erased"
+
+
 def test_a_reader_that_went_away():
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
