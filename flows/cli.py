@@ -252,7 +252,14 @@ def ui(
     """
     from flows.command import serve_pages
 
-    serve_pages(port, Terminal(json=as_json), on_page=lambda page: emit_json({"page": page}) if as_json else None)
+    def on_page(page: str) -> None:
+        if as_json:
+            emit_json({"page": page})
+        else:
+            sys.stdout.write(f"{page}\n")
+            sys.stdout.flush()  # a pipe is read while the server runs
+
+    serve_pages(port, Terminal(json=as_json), on_page)
 
 
 register_services(app)

@@ -80,21 +80,22 @@ def continue_text(model: str, prompt: str) -> tuple[Path, str]:
 
 
 def serve_pages(port: int, terminal: Terminal, on_page: Callable[[str], None]) -> None:
-    """Serve the default database on loopback until Ctrl-C; with MLFLOW_TRACKING_URI on a server, only say its page."""
+    """Serve the default database on loopback until Ctrl-C, and give its page to `on_page`.
+
+    With MLFLOW_TRACKING_URI on a server, or beside a running `headrace up`, only the page is given.
+    """
     from headrace.tracking_address import (
         PAGE_QUERY,
-        SERVER_SETTINGS,
         default_uri,
         is_server,
         redact,
         require_answer,
-        server_arguments,
     )
 
     record = live_record()
     if record is not None and "MLFLOW_TRACKING_URI" not in os.environ:
         with using_services(terminal):
-            terminal.note(f"MLflow is served by `headrace up` (process {record.pid}): {record.mlflow_page}")
+            terminal.note(f"MLflow is served by `headrace up` (process {record.pid}).")
             on_page(record.mlflow_page)
             open_on_screen(record.mlflow_page)
         return
@@ -102,9 +103,16 @@ def serve_pages(port: int, terminal: Terminal, on_page: Callable[[str], None]) -
     if is_server(uri):
         require_answer(uri)
         page = f"{redact(uri).rstrip('/')}/#/experiments{PAGE_QUERY}"
-        terminal.note(f"MLflow runs already: {page}")
+        terminal.note("MLflow runs already.")
         on_page(page)
         return
+    with stopped_by_signals(), contextlib.suppress(KeyboardInterrupt):  # how a server is ended
+        _serve(port, terminal, on_page)
+
+
+def _serve(port: int, terminal: Terminal, on_page: Callable[[str], None]) -> None:
+    from headrace.tracking_address import PAGE_QUERY, SERVER_SETTINGS, server_arguments
+
     mlflow_database().parent.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
     log = mlflow_database().with_name("ui.log")
@@ -115,19 +123,19 @@ def serve_pages(port: int, terminal: Terminal, on_page: Callable[[str], None]) -
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            # A group of its own: what it has started ends with it, and Ctrl-C reaches it through `_end` alone.
+            start_new_session=True,
         )
     page = f"http://127.0.0.1:{port}/#/experiments{PAGE_QUERY}"
-    with stopped_by_signals():
-        try:
+    try:
+        with terminal.waiting("Starting MLflow's server ..."):
             _wait_for(server, f"http://127.0.0.1:{port}", log)
-            terminal.note(f"MLflow: {page}   (Ctrl-C ends it)")
-            on_page(page)
-            open_on_screen(page)
-            server.wait()
-        except KeyboardInterrupt:
-            pass  # how a server is ended
-        finally:
-            _end(server)
+        terminal.note("MLflow is served until Ctrl-C.")
+        on_page(page)
+        open_on_screen(page)
+        server.wait()
+    finally:
+        _end(server)
 
 
 def open_on_screen(page: str) -> None:
@@ -157,9 +165,9 @@ def _end(server: "subprocess.Popen[bytes]") -> None:
         server.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(5)
-    if server.poll() is None:
-        server.kill()
-        server.wait()
+    with contextlib.suppress(ProcessLookupError):  # nothing is left
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 def show_logs(terminal: Terminal) -> None:

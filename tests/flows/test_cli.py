@@ -242,6 +242,15 @@ def test_generated_text_follows_its_prompt(monkeypatch, capfd):
     assert json.loads(capfd.readouterr().out) == {"model": "/m/tiny", "prompt": "Once", "text": " there was"}
 
 
+def test_the_page_of_the_ui_is_what_is_on_standard_output(monkeypatch, capfd):
+    page = "http://127.0.0.1:5000/#/experiments"
+    monkeypatch.setattr("flows.command.serve_pages", lambda port, terminal, on_page: on_page(page))
+    assert cli.execute(["ui"]) == 0
+    assert capfd.readouterr() == (f"{page}\n", "")
+    assert cli.execute(["ui", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out) == {"page": page}
+
+
 # ------------------------------------------------------------------------------------------------- init and validate
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import webbrowser
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 
 from flows.command import open_on_screen, serve_pages, show_logs, stopped_by_signals
 from headrace.errors import HeadraceError, TrackingUnavailable
+from headrace.process import pid_alive
 from headrace.terminal import Terminal
 from tests.mlflow_database import NOLOAD
 
@@ -99,7 +101,36 @@ def test_pages_are_served_until_ctrl_c(stub_mlflow, terminal, monkeypatch):
     assert pages[0].startswith("http://127.0.0.1:")
     assert pages[0].endswith("/#/experiments?workflowType=machine_learning")
     assert started[0].poll() is not None
-    assert pages[0] in terminal._console.file.getvalue()
+
+
+def test_a_stop_during_the_start_ends_all_that_was_started(stub_mlflow, terminal, monkeypatch, tmp_path):
+    """The server of a start that takes long, and a child of it that ends for nobody."""
+    stub_mlflow(
+        "import pathlib, subprocess, sys, time\n"
+        "code = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); '\n"
+        "code += 'time.sleep(600)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(f'{{child.pid}}')\n"
+        "time.sleep(600)\n"
+    )
+
+    def no_answer(*_, **__):
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+    monkeypatch.setattr("headrace.tracking_address.server_answers", no_answer)
+    serve_pages(0, terminal, lambda page: pytest.fail("no page"))
+    assert wait_until_gone(int((tmp_path / "pid").read_text()))
+
+
+def wait_until_gone(pid: int) -> bool:
+    """The kernel may need a moment to end a process that was killed."""
+    deadline = time.monotonic() + 30
+    while pid_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not pid_alive(pid)
 
 
 @pytest.mark.parametrize(

@@ -174,4 +174,4 @@ def test_the_ui_command_says_where_a_server_runs_already(server, monkeypatch, ca
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     assert execute(["ui"]) == 0
-    assert f"{server.uri}/#/experiments?workflowType=machine_learning" in capfd.readouterr().err
+    assert f"{server.uri}/#/experiments?workflowType=machine_learning\n" == capfd.readouterr().out
