@@ -13,6 +13,7 @@ from headrace.storage import Storage
 from training.checkpoint.config import CheckpointConfig
 from training.config import TrainingConfig
 from training.evaluation.config import EvaluationConfig
+from training.health.config import StabilityConfig
 from training.launch.config import LaunchConfig
 from training.model.config import ModelConfig
 from training.optim.config import OptimizerConfig, ScheduleConfig
@@ -63,6 +64,7 @@ class PipelineConfig(Part):
     layout: LayoutConfig = LayoutConfig()
     launch: LaunchConfig = LaunchConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    stability: StabilityConfig = StabilityConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     registration: RegisterConfig = RegisterConfig()
     storage: StorageConfig = StorageConfig()

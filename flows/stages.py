@@ -156,6 +156,7 @@ def run_request(config: PipelineConfig) -> RunRequest:
         checkpoint=config.checkpoint,
         layout=config.layout,
         launch=config.launch,
+        stability=config.stability,
     )
 
 

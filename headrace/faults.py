@@ -12,7 +12,8 @@ there (`step`, `rank`, `key`, ...; text may hold the wildcards of `fnmatch`). It
 processes and attempts, unless `always` is true.
 
 Actions: `kill` sends SIGKILL to `target` (`self`, or a role that registered itself: `flow`, `agent`, `torchrun`,
-`rank:1`); `sleep` waits `seconds`; `raise` raises the class of headrace.errors named by `error`, else InjectedFault.
+`rank:1`); `sleep` waits `seconds`; `raise` raises the class of headrace.errors named by `error`, else InjectedFault;
+`scale` multiplies a value that the code offers there by `factor` (a number, or "nan" or "inf").
 """
 
 import fnmatch
@@ -20,6 +21,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,8 @@ ENVIRONMENT_VARIABLE = "HEADRACE_FAULTS"
 GONE_SECONDS = 5.0
 SIGNAL_SECONDS = 0.2
 
-_OPTIONS = {"point", "action", "target", "seconds", "always", "error"}
+_ACTIONS = ("kill", "sleep", "raise", "scale")
+_OPTIONS = {"point", "action", "target", "seconds", "always", "error", "factor"}
 
 
 class InjectedFault(Exception):
@@ -47,6 +50,7 @@ class _Fault:
     target: str
     seconds: float
     error: str | None
+    factor: float
     always: bool
     match: dict[str, Any]
 
@@ -66,15 +70,19 @@ def fault_point(name: str, /, **context: Any) -> None:
 
     `context` says where the code is (`step`, `key`, ...). `rank` is added from torchrun's environment when known.
     """
-    path = os.environ.get(ENVIRONMENT_VARIABLE)
-    if not path:
-        return
-    plan = _load(path)
-    if "rank" not in context and "RANK" in os.environ:
-        context["rank"] = int(os.environ["RANK"])
-    for fault in plan.faults:
-        if fault.point == name and _matches(fault, context) and _claim(plan, fault):
+    if os.environ.get(ENVIRONMENT_VARIABLE):
+        for plan, fault in _due(name, context):
             _fire(plan, fault)
+
+
+def fault_factor(name: str, /, **context: Any) -> float:
+    """What to multiply a value with at this point: 1, unless a planned `scale` fires here."""
+    factor = 1.0
+    if os.environ.get(ENVIRONMENT_VARIABLE):
+        for plan, fault in _due(name, context):
+            factor *= fault.factor
+            _fire(plan, fault)
+    return factor
 
 
 def register(role: str) -> None:
@@ -89,6 +97,16 @@ def register(role: str) -> None:
     temporary.replace(target)
 
 
+def _due(name: str, context: dict[str, Any]) -> Iterator[tuple[_Plan, _Fault]]:
+    """The planned faults that fire here and now."""
+    plan = _load(os.environ[ENVIRONMENT_VARIABLE])
+    if "rank" not in context and "RANK" in os.environ:
+        context["rank"] = int(os.environ["RANK"])
+    for fault in plan.faults:
+        if fault.point == name and _matches(fault, context) and _claim(plan, fault):
+            yield plan, fault
+
+
 def _load(path: str) -> _Plan:
     global _loaded
     if _loaded is None or _loaded[0] != path:
@@ -100,8 +118,9 @@ def _load(path: str) -> _Plan:
 
 def _parse(number: int, entry: dict[str, Any]) -> _Fault:
     action = entry["action"]
-    if action not in ("kill", "sleep", "raise"):
-        raise ValueError(f"fault {number} of {ENVIRONMENT_VARIABLE}: action {action!r} is not kill, sleep or raise")
+    if action not in _ACTIONS:
+        actions = ", ".join(_ACTIONS)
+        raise ValueError(f"fault {number} of {ENVIRONMENT_VARIABLE}: action {action!r} is none of {actions}")
     return _Fault(
         number=number,
         point=entry["point"],
@@ -109,6 +128,7 @@ def _parse(number: int, entry: dict[str, Any]) -> _Fault:
         target=entry.get("target", "self"),
         seconds=float(entry.get("seconds", 0.0)),
         error=entry.get("error"),
+        factor=float(entry.get("factor", 1.0)),
         always=bool(entry.get("always", False)),
         match={key: value for key, value in entry.items() if key not in _OPTIONS},
     )
@@ -144,6 +164,8 @@ def _fire(plan: _Plan, fault: _Fault) -> None:
     elif fault.action == "raise":
         error: type[Exception] = getattr(errors, fault.error) if fault.error else InjectedFault
         raise error(f"Injected fault at {fault.point}.")
+    elif fault.action == "scale":
+        return  # the code that offers the value does it
     elif fault.target == "self":
         os.kill(os.getpid(), signal.SIGKILL)
     else:

@@ -66,9 +66,17 @@ def complete_attempt(sink: PointSink, run_id: str, events: Iterable[Event]) -> N
     sink.log_points(run_id, newer_points(events, sink.last_steps(run_id)))
 
 
-def complete_parent(sink: PointSink, run_id: str, covered: Iterable[Event]) -> None:
-    """Write what is missing on the parent run; `covered` are the events that commits of the chain cover, in order."""
-    sink.log_points(run_id, newer_points(covered, sink.last_steps(run_id)))
+def complete_parent(sink: PointSink, run_id: str, covered: Iterable[Event], *, rewound_to: int | None = None) -> None:
+    """Write what is missing on the parent run; `covered` are the events that commits of the chain cover, in order.
+
+    `rewound_to` is the step behind which a rewind replaced what the parent may have.
+    """
+    sink.log_points(run_id, newer_points(covered, _kept(sink.last_steps(run_id), rewound_to)))
+
+
+def _kept(last_steps: dict[str, int], rewound_to: int | None) -> dict[str, int]:
+    """The last steps that still hold after a rewind. Above it all are written again: a repeated point stays one."""
+    return last_steps if rewound_to is None else {key: min(step, rewound_to) for key, step in last_steps.items()}
 
 
 class EventMirror:
@@ -81,16 +89,19 @@ class EventMirror:
         parent_id: str,
         open_attempt: Callable[[], str],
         is_newest: Callable[[], bool],
+        rewound_to: int | None = None,
         interval_seconds: float = 2.0,
     ) -> None:
         """`open_attempt` brings MLflow up to date with the store and returns the id of the attempt's own run.
 
         `is_newest` says whether no later attempt has been claimed: the commits of a fenced attempt do not count.
+        `rewound_to` as for `complete_parent`.
         """
         self._sink = sink
         self._parent_id = parent_id
         self._open_attempt = open_attempt
         self._is_newest = is_newest
+        self._rewound_to = rewound_to
         self._interval = interval_seconds
         self._attempt_run_id: str | None = None
         self._parent_has: dict[str, int] = {}
@@ -161,7 +172,7 @@ class EventMirror:
 
     def _open(self) -> None:
         self._attempt_run_id = self._open_attempt()
-        self._parent_has = self._sink.last_steps(self._parent_id)
+        self._parent_has = _kept(self._sink.last_steps(self._parent_id), self._rewound_to)
 
     def _take(self) -> None:
         """Sort what came in: points for the attempt's run, events that a commit may cover, and commits."""

@@ -22,6 +22,7 @@ from headrace.tracking_address import redact
 from training.checkpoint.config import CheckpointConfig
 from training.config import TrainingConfig
 from training.evaluation.config import EvaluationConfig
+from training.health.config import StabilityConfig
 from training.launch.config import LaunchConfig
 from training.model.config import ModelConfig
 from training.optim.config import OptimizerConfig, ScheduleConfig
@@ -72,6 +73,7 @@ class RunRequest:
     checkpoint: CheckpointConfig
     layout: LayoutConfig
     launch: LaunchConfig
+    stability: StabilityConfig
 
     def run_key(self, dataset: DatasetRef) -> str:
         """Digest of everything that decides what is learned."""
@@ -204,6 +206,7 @@ def _document(storage: Storage, run_id: str, key: str, request: RunRequest, data
         checkpoint=request.checkpoint,
         layout=request.layout,
         launch=request.launch,
+        stability=request.stability,
     )
     place = f"{wanted.run_prefix}/run.json"
     if storage.create(place, json_document(wanted.model_dump(mode="json"))):
@@ -215,7 +218,7 @@ def _document(storage: Storage, run_id: str, key: str, request: RunRequest, data
             "Move it away and run again."
         )
     return stored.model_copy(
-        update={name: getattr(wanted, name) for name in ("evaluation", "checkpoint", "layout", "launch")}
+        update={name: getattr(wanted, name) for name in ("evaluation", "checkpoint", "layout", "launch", "stability")}
     )
 
 

@@ -24,7 +24,7 @@ from tasks.runs import (
     read_run,
 )
 from training.checkpoint.catalog import committed_on_chain
-from training.launch.attempts import AttemptRecord, chain, read_attempts
+from training.launch.attempts import AttemptRecord, chain, read_attempts, rewound_to
 
 ATTEMPT_TAG = "headrace.attempt"
 
@@ -42,7 +42,8 @@ def bring_up_to_date(space: Workspace, run: Run, *, running: int | None = None) 
     `running` is the attempt of this process, which is left alone.
     """
     nested = _nested(space, run)
-    for record in read_attempts(space.storage, run.spec.run_prefix):
+    attempts = read_attempts(space.storage, run.spec.run_prefix)
+    for record in attempts:
         known = nested.get(record.attempt)
         if record.attempt == running or (known is not None and known.status != "RUNNING"):
             continue
@@ -50,7 +51,12 @@ def bring_up_to_date(space: Workspace, run: Run, *, running: int | None = None) 
         events = _events_of(space, run, record.attempt)
         complete_attempt(space.tracker, child, events)
         space.tracker.set_status(child, _ending(events))
-    complete_parent(space.tracker, run.run_id, covered_events(space.storage, run.spec.run_prefix))
+    complete_parent(
+        space.tracker,
+        run.run_id,
+        covered_events(space.storage, run.spec.run_prefix),
+        rewound_to=rewound_to(attempts),
+    )
 
 
 def reap(space: Workspace, experiment: str) -> None:

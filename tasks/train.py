@@ -21,7 +21,7 @@ from tasks.runs import Run, Workspace
 from tasks.shown import bring_up_to_date, open_attempt
 from tasks.stopping import FENCE_SECONDS, PREFECT_SECONDS, Every, StopSignals, is_cancelled_in_prefect, is_fenced
 from training.checkpoint.catalog import Checkpoint, list_commits
-from training.launch.attempts import attempt_numbers, newest_attempt, read_attempts
+from training.launch.attempts import attempt_numbers, newest_attempt, read_attempts, rewound_to
 from training.launch.resume import attempts_without_progress, next_attempt
 from training.launch.supervisor import run_attempt
 from training.run_spec import AttemptSpec
@@ -154,6 +154,7 @@ def _mirror(space: Workspace, run: Run, attempt: int) -> EventMirror:
         parent_id=run.run_id,
         open_attempt=open_this_attempt,
         is_newest=lambda: _newest(space, run)() == attempt,
+        rewound_to=rewound_to(read_attempts(space.storage, prefix)),
     )
 
 
@@ -210,6 +211,8 @@ class _Progress:
         elif kind == "checkpoint.loaded":
             # Not before: until all of it has been read and verified, the attempt may still have to set it aside.
             self._stage.note(f"attempt {self._attempt} goes on from step {event['step']}")
+        elif kind == "batch.skipped":
+            self._stage.note(f"a batch is passed over: step {event['step']} gave {event['reason']}")
         elif kind == "save.failed":
             self._stage.note(f"the save of step {event['step']} failed, training goes on: {event['message']}")
 

@@ -1,6 +1,5 @@
 """The training loop."""
 
-import math
 import resource
 import time
 from collections.abc import Callable
@@ -8,12 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from headrace.errors import Terminal
-from headrace.faults import fault_point
+from headrace.faults import fault_factor, fault_point
 from training.batches import Batches
 from training.evaluation.evaluate import EvalResult
+from training.health.rewind import Rewind, RewindRequest, SkipRange
+from training.health.stability import Verdict, judge, remembered
 from training.optim.adamw import set_learning_rate
 from training.optim.clip import clip_gradients
 from training.parallel.engine import Engine
@@ -36,12 +36,18 @@ class Training:
     checkpoints: Checkpointer
     sink: Sink
     should_stop: Callable[[], bool]
+    attempt: int = 1
+    skip: tuple[SkipRange, ...] = ()
+    """What the run passes over, since its rewinds."""
+    ask_rewind: Callable[[RewindRequest], None] = lambda _: None
+    """Makes a request to go back durable, on the rank that writes."""
 
 
 def train(t: Training) -> Outcome:
     """Train to the last step, or to the next step boundary once any rank should stop; either way saved and committed.
 
-    Raises Terminal when the loss or the gradient is not finite: every rank sees the same numbers, so all decide alike.
+    A bad batch is never applied. Every rank sees the same numbers, so all answer alike: they pass over it, or raise
+    Rewind for the next attempt to go back, or raise Terminal.
     """
     run, state, engine, sink = t.run, t.state, t.engine, t.sink
     if state.step == 0:
@@ -49,6 +55,7 @@ def train(t: Training) -> Outcome:
     while state.step < run.training.steps:
         started = time.perf_counter()
         sink.phase("data", step=state.step)
+        _pass_over(t)
         batch = t.batches.take(state.position).to(engine.world.device)
         waited = time.perf_counter() - started
         num_valid, stop = _agree(engine, batch.num_valid, t.should_stop())
@@ -58,15 +65,19 @@ def train(t: Training) -> Outcome:
         sink.phase("forward_backward")
         loss = engine.forward_backward(batch, num_valid, run.layout.micro_batch_size)
         fault_point("step.middle", step=state.step + 1)
+        loss *= fault_factor("step.loss", step=state.step + 1, position=state.position)
         sink.phase("optimizer")
         grad_norm = clip_gradients(engine.parameters.values(), run.optimizer.max_grad_norm)
         loss = engine.world.sum(loss)
-        _require_finite(state.step + 1, loss, grad_norm)
+        if verdict := judge(run.stability, state.recent_losses, float(loss), float(grad_norm)):
+            _intervene(t, verdict)
+            continue
         learning_rate = state.schedule.learning_rate(state.step + 1)
         set_learning_rate(state.optimizer, learning_rate)
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         state.advance(sequences=run.training.global_batch_size, tokens=num_valid)
+        state.recent_losses = remembered(run.stability, state.recent_losses, float(loss))
 
         seconds = time.perf_counter() - started
         sink.event(
@@ -101,12 +112,54 @@ def _agree(engine: Engine, num_valid: int, stop: bool) -> tuple[int, bool]:
     return int(total), bool(stopping)
 
 
-def _require_finite(step: int, loss: Tensor, grad_norm: Tensor) -> None:
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise Terminal(
-            f"Step {step} gave a loss of {float(loss)} and a gradient norm of {float(grad_norm)}; nothing of it is "
-            "saved. Lower optimizer.learning_rate or lengthen schedule.warmup_steps: that is another run."
+def _pass_over(t: Training) -> None:
+    """Leave out what rewinds decided to leave out."""
+    while passed := next((passed for passed in t.skip if passed.reaches(t.state.position)), None):
+        t.sink.event("range.skipped", step=t.state.step, start=t.state.position, stop=passed.stop)
+        t.state.pass_over(passed.stop)
+
+
+def _intervene(t: Training, verdict: Verdict) -> None:
+    """Answer a bad batch, of which nothing was applied. Raises Terminal or Rewind, unless it is only passed over."""
+    state, stability, batch_size = t.state, t.run.stability, t.run.training.global_batch_size
+    step = state.step + 1
+    interventions = len(state.skipped) + sum(passed.stop > state.position for passed in t.skip)
+    if verdict.answer == "stop" or interventions >= stability.max_interventions:
+        raise Terminal(_why_it_stops(step, verdict, interventions))
+    state.optimizer.zero_grad(set_to_none=True)
+    if verdict.answer == "skip":
+        t.sink.event("batch.skipped", step=step, position=state.position, reason=verdict.reason)
+        state.pass_over(state.position + batch_size)
+        return
+    before = stability.rewind_batches - 1
+    skip = SkipRange(start=max(0, state.position - before * batch_size), stop=state.position + batch_size)
+    request = RewindRequest(
+        format_version=1,
+        attempt=t.attempt,
+        step=step,
+        reason=verdict.reason,
+        last_good_step=max(0, state.step - before),
+        skip=skip,
+    )
+    t.sink.event("rewind.asked", step=step, reason=verdict.reason, start=skip.start, stop=skip.stop)
+    t.sink.phase("commit", step=state.step)
+    if t.engine.world.is_main:
+        t.ask_rewind(request)
+    t.engine.world.barrier()  # no rank ends, and has the others killed, before the request is stored
+    raise Rewind(
+        f"Step {step} gave {verdict.reason}: the run goes back to step {request.last_good_step} or before and passes "
+        f"over the sequences {skip.start} to {skip.stop - 1} of the sample order."
+    )
+
+
+def _why_it_stops(step: int, verdict: Verdict, interventions: int) -> str:
+    message = f"Step {step} gave {verdict.reason}; nothing of it is saved. "
+    if verdict.answer != "stop":
+        message += (
+            f"{interventions} batches were passed over or gone back for already (stability.max_interventions); raise "
+            "that to go on. "
         )
+    return message + "Lower optimizer.learning_rate or lengthen schedule.warmup_steps: that is another run."
 
 
 def _evaluate(t: Training) -> None:

@@ -25,12 +25,14 @@ from headrace import faults
 from headrace.environment import work_path
 from headrace.errors import ConfigError, DamagedData, HeadraceError, InputError
 from headrace.events import EventWriter
+from headrace.patience import patiently
 from headrace.process import set_parent_death_signal
 from headrace.storage import Storage
 from training.batches import Batches, num_samples
 from training.checkpoint.checkpointer import AsyncCheckpointer
 from training.evaluation.evaluate import evaluate
 from training.evaluation.spec import EvalSpec
+from training.health.rewind import RewindRequest, write_rewind
 from training.loop import Outcome, Training, train
 from training.model.init import load_weights
 from training.optim.adamw import build_adamw
@@ -180,7 +182,24 @@ def assemble(spec: AttemptSpec, storage: Storage, world: World, sink: Sink, stop
         batch_size=run.evaluation.batch_size,
         on_progress=lambda *_: sink.phase("evaluate"),
     )
-    return Training(run, engine, state, batches, score, checkpoints, sink, stop.is_set)
+
+    def ask_rewind(request: RewindRequest) -> None:
+        until = time.monotonic() + run.checkpoint.save_timeout_seconds
+        patiently(lambda: write_rewind(storage, run.run_prefix, request), until)
+
+    return Training(
+        run,
+        engine,
+        state,
+        batches,
+        score,
+        checkpoints,
+        sink,
+        stop.is_set,
+        attempt=spec.attempt,
+        skip=spec.skip,
+        ask_rewind=ask_rewind,
+    )
 
 
 def open_run_dataset(run: RunSpec, storage: Storage) -> Dataset:

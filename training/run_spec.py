@@ -16,6 +16,8 @@ from headrace.errors import InputError
 from training.checkpoint.config import CheckpointConfig
 from training.config import TrainingConfig
 from training.evaluation.config import EvaluationConfig
+from training.health.config import StabilityConfig
+from training.health.rewind import SkipRange
 from training.launch.config import LaunchConfig
 from training.model.config import ModelConfig
 from training.optim.config import OptimizerConfig, ScheduleConfig
@@ -50,6 +52,7 @@ class RunSpec(Part):
     checkpoint: CheckpointConfig
     layout: LayoutConfig
     launch: LaunchConfig
+    stability: StabilityConfig = StabilityConfig()
 
     @property
     def run_prefix(self) -> str:
@@ -63,6 +66,7 @@ class AttemptSpec(Part):
     run: RunSpec = Field(description="the run, with this attempt's execution parts")
     attempt: PositiveInt = Field(description="number of this attempt, claimed on the store")
     restore: RestorePoint | None = Field(None, description="checkpoint to start from; none: from the initial weights")
+    skip: tuple[SkipRange, ...] = Field((), description="what the run passes over, since its rewinds")
     storage_root: str = Field(description="URL of the store")
     work_dir: str = Field(description="local directory of this attempt: heartbeats, events, logs, results")
 

@@ -6,7 +6,7 @@ what is not a tensor is one JSON object. There is no pickle.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -35,13 +35,22 @@ class TrainState:
     tokens_seen: int = 0
     """Tokens with a loss, over all ranks and steps."""
     position: int = 0
-    """Sequences taken from the sample order so far: the next batch starts here."""
+    """Where the next batch starts in the sample order: sequences taken, and those passed over."""
+    skipped: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges of the sample order that were passed over, as (start, stop), in this order."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Losses of the last steps, as far as anybody judges by them."""
 
     def advance(self, *, sequences: int, tokens: int) -> None:
         """Count one completed step that took `sequences` samples holding `tokens` valid tokens, over all ranks."""
         self.step += 1
         self.position += sequences
         self.tokens_seen += tokens
+
+    def pass_over(self, stop: int) -> None:
+        """Go on at `stop` in the sample order, without a step."""
+        self.skipped.append((self.position, stop))
+        self.position = stop
 
     @property
     def random_state_name(self) -> str:
@@ -68,6 +77,8 @@ class TrainState:
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "position": self.position,
+            "skipped": [list(passed) for passed in self.skipped],
+            "recent_losses": list(self.recent_losses),
             "schedule": self.schedule.values(),
         }
 
@@ -93,6 +104,9 @@ class TrainState:
         self.step = int(values["step"])
         self.tokens_seen = int(values["tokens_seen"])
         self.position = int(values["position"])
+        # Checkpoints from before there was a way to pass over anything do not have these.
+        self.skipped = [(int(start), int(stop)) for start, stop in values.get("skipped", [])]
+        self.recent_losses = [float(loss) for loss in values.get("recent_losses", [])]
         random_state = state["tensors"].get(self.random_state_name)
         if random_state is not None:
             restore_random_state(random_state)

@@ -1,6 +1,7 @@
 """Faults fire where the plan says, once over all processes, and cost nothing without a plan."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from headrace import faults
 from headrace.errors import StorageUnavailable
-from headrace.faults import InjectedFault, fault_point, register
+from headrace.faults import InjectedFault, fault_factor, fault_point, register
 from headrace.storage import Storage
 
 
@@ -117,6 +118,17 @@ def test_sleep(plan, monkeypatch: pytest.MonkeyPatch):
     assert slept == [5.0, 5.0]
 
 
+def test_a_value_is_scaled_where_the_plan_says_so(plan):
+    assert fault_factor("step.loss", step=3) == 1.0
+    plan(
+        {"point": "step.loss", "step": 3, "action": "scale", "factor": 4},
+        {"point": "step.loss", "step": 3, "action": "scale", "factor": 0.5, "always": True},
+        {"point": "step.loss", "step": 4, "action": "scale", "factor": "nan"},
+    )
+    assert [fault_factor("step.loss", step=step) for step in (2, 3, 3)] == [1.0, 2.0, 0.5]
+    assert math.isnan(fault_factor("step.loss", step=4))
+
+
 def test_a_plan_is_read_once_and_a_new_one_is_seen(plan):
     plan({"point": "p", "action": "raise"})
     with pytest.raises(InjectedFault):
@@ -131,7 +143,7 @@ def test_a_plan_is_read_once_and_a_new_one_is_seen(plan):
 
 def test_a_plan_with_an_unknown_action(plan):
     plan({"point": "p", "action": "explode"})
-    with pytest.raises(ValueError, match="'explode' is not kill, sleep or raise"):
+    with pytest.raises(ValueError, match="'explode' is none of kill, sleep, raise, scale"):
         fault_point("p")
 
 

@@ -139,6 +139,15 @@ def test_a_step_of_a_second_attempt_does_not_get_a_second_value(tracking):
     assert tracking.steps("parent") == list(range(1, 15))
 
 
+def test_after_a_rewind_the_parent_gets_what_replaces_its_values(tracking):
+    complete_parent(tracking, "parent", [step(n, attempt=1) for n in range(1, 11)])
+    # attempt 2 passes over what spoilt attempt 1: its steps 6..8 are others, and steps 9 and 10 do not exist (yet)
+    again = [step(n, attempt=1) for n in range(1, 6)] + [step(n, attempt=2) for n in range(6, 9)]
+    for _ in range(2):
+        complete_parent(tracking, "parent", again, rewound_to=5)
+    assert tracking.steps("parent") == [1, 2, 3, 4, 5, 6, 6, 7, 7, 8, 8, 9, 10]
+
+
 # ------------------------------------------------------------------------------------------------------ live mirror
 
 

@@ -43,7 +43,7 @@ def test_every_field_of_a_stored_document_is_in_the_formats(document: type):
 
 
 def test_every_fault_point_of_the_code_is_documented():
-    pattern = re.compile(r"fault_point\(\s*\"([a-z_.]+)\"")
+    pattern = re.compile(r"fault_(?:point|factor)\(\s*\"([a-z_.]+)\"")
     points = {p for package in PACKAGES for f in (ROOT / package).rglob("*.py") for p in pattern.findall(f.read_text())}
     documented_points = set(re.findall(r"`([a-z]+\.[a-z_]+)`", read("docs/operations.md").split("Points:")[1]))
 

@@ -17,6 +17,7 @@ from training.checkpoint.catalog import checkpoint_prefix
 from training.checkpoint.config import CheckpointConfig
 from training.config import TrainingConfig
 from training.evaluation.config import EvaluationConfig
+from training.health.config import StabilityConfig
 from training.launch.config import LaunchConfig
 from training.launch.diagnosis import AttemptOutcome
 from training.launch.supervisor import is_finished
@@ -53,6 +54,7 @@ def make_request(**changes: Any) -> RunRequest:
         "checkpoint": CheckpointConfig(save_every=4),
         "layout": LayoutConfig(micro_batch_size=4),
         "launch": LaunchConfig(ranks_per_node=2),
+        "stability": StabilityConfig(),
     }
     return RunRequest(**{**parts, **changes})
 

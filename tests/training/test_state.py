@@ -72,6 +72,8 @@ def test_values_hold_the_rest_as_json():
         "step": 2,
         "tokens_seen": 190,
         "position": 16,
+        "skipped": [],
+        "recent_losses": [],
         "schedule": {"kind": "cosine", "peak": 0.01, "steps": 3, "warmup_steps": 2, "final_fraction": 0.1},
     }
 
@@ -137,4 +139,6 @@ def test_state_is_a_plain_dataclass_of_named_parts():
         "step",
         "tokens_seen",
         "position",
+        "skipped",
+        "recent_losses",
     ]

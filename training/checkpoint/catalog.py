@@ -95,14 +95,16 @@ def newest_commit(storage: Storage, run_prefix: str) -> Checkpoint | None:
     return next(_usable(storage, run_prefix), None)
 
 
-def choose_restore(storage: Storage, run: RunSpec) -> Choice:
-    """The newest usable checkpoint of this run.
+def choose_restore(storage: Storage, run: RunSpec, *, not_after: int | None = None) -> Choice:
+    """The newest usable checkpoint of this run; after a rewind, of a step not after the last good one.
 
     Raises Terminal when checkpoints were committed but none can be used: starting again from nothing would hide the
     loss of all the work, so a person decides. Raises InputError for a checkpoint of another run.
     """
     refused: dict[str, str] = {}
     for step, attempt, prefix in committed_on_chain(storage, run.run_prefix):
+        if not_after is not None and step > not_after:
+            continue
         try:
             checkpoint = _verified(storage, step, attempt, prefix)
         except DamagedData as error:

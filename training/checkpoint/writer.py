@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -25,6 +26,7 @@ from torch.futures import Future
 
 from headrace.commit import FileEntry
 from headrace.digest import sha256_bytes
+from headrace.errors import HeadraceError
 from headrace.faults import fault_point
 from headrace.local_store import complete_file
 from headrace.patience import patiently
@@ -41,6 +43,10 @@ from training.checkpoint.format import (
 
 _SLICE_BYTES = 8 << 20
 """Bytes hashed and written at once: large enough to be fast, small enough to let the training thread in between."""
+
+
+class NotFinite(HeadraceError):
+    """The state holds a value that is no number or infinite: it is not saved."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +180,7 @@ def _write_chunk(output: _HashingFile, item: WriteItem, tensor: Tensor, file: st
     assert item.tensor_data.chunk is not None
     sizes = item.tensor_data.chunk.sizes
     assert tensor.shape == sizes, f"{item.index.fqn}: planned {sizes}, staged {tensor.shape}"
+    _require_finite(item.index.fqn, tensor)
     start = output.position
     data = tensor_bytes(tensor)
     digest = hashlib.sha256()
@@ -189,6 +196,14 @@ def _write_chunk(output: _HashingFile, item: WriteItem, tensor: Tensor, file: st
         length=len(data),
         sha256=digest.hexdigest(),
     )
+
+
+def _require_finite(name: str, tensor: Tensor) -> None:
+    """Nothing may ever be resumed from a state that is not finite. Raises NotFinite."""
+    if tensor.is_floating_point() and tensor.numel():
+        least, greatest = torch.aminmax(tensor)  # one pass; both are NaN when any value is
+        if not (torch.isfinite(least) and torch.isfinite(greatest)):
+            raise NotFinite(f"{name} holds values that are not finite ({float(least)} to {float(greatest)}).")
 
 
 def _items(metadata: Metadata, stored: list[WriteResult]) -> dict[str, Item]:

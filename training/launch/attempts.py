@@ -10,6 +10,7 @@ writes it and whenever: an old attempt that still runs somewhere can do no harm.
     attempt 3                   └──50'──60'
 """
 
+import itertools
 import logging
 import os
 import re
@@ -25,6 +26,7 @@ from headrace.config import Part
 from headrace.environment import code_digest, versions
 from headrace.errors import DamagedData
 from headrace.storage import Storage, json_document
+from training.health.rewind import SkipRange
 from training.run_spec import RestorePoint, RunSpec
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ class AttemptRecord(Part):
     format_version: Literal[1] = Field(1, description="version of this document's format")
     attempt: PositiveInt = Field(description="number of the attempt; each is claimed once")
     restore: RestorePoint | None = Field(description="checkpoint the attempt starts from; none: the initial weights")
+    skip: tuple[SkipRange, ...] = Field(
+        (), description="ranges of the sample order that the run passes over from here on, one for each rewind"
+    )
     host: str = Field(description="machine that launched it")
     pid: int = Field(description="process that launched it, on that machine")
     code_digest: str = Field(description="digest of the installed sources of the project")
@@ -74,15 +79,18 @@ def attempt_numbers(storage: Storage, run_prefix: str) -> list[int]:
 
 def read_attempts(storage: Storage, run_prefix: str) -> list[AttemptRecord]:
     """All attempts of a run, ascending; raises DamagedData when a record cannot be read."""
-    return [_read_attempt(storage, run_prefix, number) for number in attempt_numbers(storage, run_prefix)]
+    return [read_attempt_record(storage, run_prefix, number) for number in attempt_numbers(storage, run_prefix)]
 
 
-def make_record(run: RunSpec, attempt: int, restore: RestorePoint | None) -> AttemptRecord:
+def make_record(
+    run: RunSpec, attempt: int, restore: RestorePoint | None, skip: tuple[SkipRange, ...] = ()
+) -> AttemptRecord:
     """The record of an attempt that this process is about to claim."""
     return AttemptRecord(
         format_version=1,
         attempt=attempt,
         restore=restore,
+        skip=skip,
         host=socket.gethostname(),
         pid=os.getpid(),
         code_digest=code_digest(),
@@ -124,6 +132,16 @@ def chain(attempts: Sequence[AttemptRecord]) -> list[ChainLink]:
     return links
 
 
+def rewound_to(attempts: Sequence[AttemptRecord]) -> int | None:
+    """The earliest step that a rewind of this run started from again; None when it never went back."""
+    restarts = [
+        record.restore.step if record.restore else 0
+        for before, record in itertools.pairwise(attempts)
+        if record.skip != before.skip
+    ]
+    return min(restarts, default=None)
+
+
 def is_on_chain(links: Iterable[ChainLink], *, attempt: int, step: int) -> bool:
     """Whether the checkpoint of `step` that `attempt` wrote counts."""
     return any(link.attempt == attempt and link.covers(step) for link in links)
@@ -134,7 +152,8 @@ def newest_attempt(storage: Storage, run_prefix: str) -> int:
     return max(attempt_numbers(storage, run_prefix), default=0)
 
 
-def _read_attempt(storage: Storage, run_prefix: str, number: int) -> AttemptRecord:
+def read_attempt_record(storage: Storage, run_prefix: str, number: int) -> AttemptRecord:
+    """The record of one attempt. Raises DamagedData when it cannot be read."""
     key = attempt_key(run_prefix, number)
     try:
         record = AttemptRecord.model_validate(storage.read_json(key))

@@ -8,7 +8,14 @@ from headrace.environment import work_path
 from headrace.events import EventWriter
 from headrace.storage import Storage
 from training.checkpoint.catalog import COMMIT_NAME, Choice, choose_restore, quarantined_by
-from training.launch.attempts import attempt_numbers, claim_attempt, make_record, newest_attempt
+from training.health.rewind import SkipRange, read_rewind, rewound_by
+from training.launch.attempts import (
+    attempt_numbers,
+    claim_attempt,
+    make_record,
+    newest_attempt,
+    read_attempt_record,
+)
 from training.run_spec import AttemptSpec, RunSpec
 
 logger = logging.getLogger(__name__)
@@ -21,13 +28,15 @@ def next_attempt(storage: Storage, run: RunSpec, *, work_root: Path | None = Non
     InputError when a checkpoint of another run lies among them.
     """
     while True:
-        number = newest_attempt(storage, run.run_prefix) + 1
-        choice = choose_restore(storage, run)
+        newest = newest_attempt(storage, run.run_prefix)
+        number = newest + 1
+        skip, last_good_step = _rewound(storage, run.run_prefix, newest)
+        choice = choose_restore(storage, run, not_after=last_good_step)
         checkpoint = choice.checkpoint
         if checkpoint is not None and checkpoint.step >= run.training.steps:
             return None
         restore = checkpoint.restore_point if checkpoint else None
-        if claim_attempt(storage, run.run_prefix, make_record(run, number, restore)):
+        if claim_attempt(storage, run.run_prefix, make_record(run, number, restore, skip)):
             break
         # Somebody else launched an attempt meanwhile. Ours would fence it off: choose again, from what it left.
         logger.warning("Attempt %d was claimed by another process.", number)
@@ -35,6 +44,7 @@ def next_attempt(storage: Storage, run: RunSpec, *, work_root: Path | None = Non
         run=run,
         attempt=number,
         restore=restore,
+        skip=skip,
         storage_root=storage.root_url,
         work_dir=str((work_root or work_path()) / run.run_id / f"attempt-{number:04d}"),
     )
@@ -45,10 +55,11 @@ def next_attempt(storage: Storage, run: RunSpec, *, work_root: Path | None = Non
 def attempts_without_progress(storage: Storage, run_prefix: str, *, since_attempt: int = 1) -> int:
     """How many of the newest attempts in a row, from `since_attempt` on, brought the run no further.
 
-    An attempt brings it further when it commits a checkpoint, or finds a damaged one and sets it aside: the latter can
-    happen only as often as there are checkpoints.
+    An attempt brings it further when it commits a checkpoint, when it finds a damaged one and sets it aside (which can
+    happen only as often as there are checkpoints), and when it asks to go back (`stability.max_interventions`).
     """
     progressed = _committed_by(storage, run_prefix) | quarantined_by(storage, run_prefix)
+    progressed |= rewound_by(storage, run_prefix)
     count = 0
     for number in reversed(attempt_numbers(storage, run_prefix)):
         if number in progressed or number < since_attempt:
@@ -61,6 +72,17 @@ def _committed_by(storage: Storage, run_prefix: str) -> set[int]:
     """Attempts that committed anything, on the chain or not."""
     commits = [key for key in storage.list(f"{run_prefix}/checkpoints") if key.endswith(f"/{COMMIT_NAME}")]
     return {int(key.split("/")[-2].removeprefix("attempt-")) for key in commits}
+
+
+def _rewound(storage: Storage, run_prefix: str, newest: int) -> tuple[tuple[SkipRange, ...], int | None]:
+    """What the attempt after `newest` passes over, and the step before which it must start, after a rewind."""
+    if newest == 0:
+        return (), None
+    skip = read_attempt_record(storage, run_prefix, newest).skip
+    request = read_rewind(storage, run_prefix, newest)
+    if request is None:
+        return skip, None
+    return (*skip, request.skip), request.last_good_step
 
 
 def _prepare_work_dir(spec: AttemptSpec, choice: Choice) -> None:

@@ -1,5 +1,6 @@
 """Saves beside the training and loads under any number of ranks, with real process groups on a real folder."""
 
+import math
 import os
 import signal
 import subprocess
@@ -176,6 +177,33 @@ def test_a_failed_save_is_told_and_training_goes_on(run_ranks, tmp_path, rank):
     assert [(event["step"], event["error"]) for event in failed] == [(2, "StorageUnavailable")]
     assert committed_steps(tmp_path, run) == [6, 4]
     assert steps_of(events, "step") == [1, 2, 3, 4, 5, 6]
+
+
+def spoil_a_weight_before_step_three(world, spec):
+    training = build(world, spec)
+    save = training.checkpoints.save_async
+
+    def spoil_and_save(state, *, required=False):
+        if state.step == 2 and world.rank == 1:
+            shard = state.parameters["norm.weight"].detach().to_local()
+            kept, shard[0] = shard[0].clone(), math.inf
+            save(state, required=required)  # the copy is made when this returns
+            shard[0] = kept
+            return True
+        return save(state, required=required)
+
+    training.checkpoints.save_async = spoil_and_save
+    train(training)
+
+
+def test_a_state_that_is_not_finite_is_never_committed(run_ranks, tmp_path):
+    run = run_spec(training={"steps": 4}, checkpoint={"save_every": 2})
+    spec = claim(tmp_path, run)
+    run_ranks(2, spoil_a_weight_before_step_three, spec)
+    failed = [event for event in events_of(spec) if event["kind"] == "save.failed"]
+    assert [(event["step"], event["error"]) for event in failed] == [(2, "NotFinite")]
+    assert "norm.weight holds values that are not finite (" in failed[0]["message"]
+    assert committed_steps(tmp_path, run) == [4]
 
 
 def train_until_it_fails(world, spec, faults):
