@@ -53,9 +53,21 @@ def settings() -> dict[str, str]:
 
 
 def apply_settings(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Put the settings into the environment; call it before prefect is imported."""
+    """Put the settings into the environment, and make Prefect's folder; call it before prefect is imported.
+
+    Raises ConfigError when the folder cannot be made.
+    """
     for name, value in settings().items():
         environment.setdefault(name, value)
+    # Prefect makes it when it is imported, but not its parent, and warns when that fails.
+    folder = Path(environment["PREFECT_HOME"]).expanduser()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"Prefect's folder {folder} cannot be made: {error.strerror}. Set HEADRACE_HOME to a folder that can be "
+            "written to."
+        ) from error
 
 
 class PrefectUnavailable(Retryable):
@@ -144,14 +156,16 @@ def prefect_api() -> Iterator[Callable[[], None]]:
     """Within the block PREFECT_API_URL names an API: the user's own, or an embedded one that ends with the block.
 
     The embedded one is only started here, so that imports can go on meanwhile: call what the block gets before the
-    flow. Raises ConfigError for a URL of another kind.
+    flow. Raises ConfigError for a URL of another kind, and
+    PrefectUnavailable when the user's own does not answer: before prefect is loaded.
     """
     apply_settings()
     given = os.environ.get("PREFECT_API_URL")
     if given:
         if not given.startswith(("http://", "https://")):
             raise ConfigError(f"PREFECT_API_URL is {given!r}, but it must start with http:// or https://.")
-        yield lambda: _require_answer(given)
+        _require_answer(given)
+        yield lambda: None
         return
     server = EmbeddedServer.start()
     os.environ["PREFECT_API_URL"] = server.url

@@ -28,11 +28,30 @@ def test_the_users_own_profile_is_not_touched(monkeypatch, tmp_path):
     assert int(environment["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"]) >= 120
 
 
-def test_what_the_user_set_wins():
-    environment = {"PREFECT_HOME": "/mine", "DO_NOT_TRACK": "0"}
+def test_what_the_user_set_wins(tmp_path):
+    mine = str(tmp_path / "mine")
+    environment = {"PREFECT_HOME": mine, "DO_NOT_TRACK": "0"}
     apply_settings(environment)
-    assert (environment["PREFECT_HOME"], environment["DO_NOT_TRACK"]) == ("/mine", "0")
+    assert (environment["PREFECT_HOME"], environment["DO_NOT_TRACK"]) == (mine, "0")
     assert set(environment) == set(settings())
+
+
+def test_prefects_folder_is_there_before_prefect_looks_for_it(tmp_path):
+    """Prefect warns when it cannot make it: it makes no parents."""
+    code = "from flows.embedded import apply_settings; apply_settings(); import prefect.context"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
+    environment = {**kept, "HEADRACE_HOME": str(tmp_path / "new" / "home")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error:Failed to create", "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "new" / "home" / "prefect").is_dir()
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"Prefect's folder .*file/prefect cannot be made: Not a directory"):
+        apply_settings({"PREFECT_HOME": str(tmp_path / "file" / "prefect")})
 
 
 def test_the_module_loads_no_prefect():
@@ -53,11 +72,10 @@ def environment(monkeypatch, tmp_path):
 def test_a_given_api_is_honoured_and_asked(environment):
     url = f"http://127.0.0.1:{free_port()}/api"
     environment["PREFECT_API_URL"] = url
-    with prefect_api() as wait:
-        assert environment["PREFECT_API_URL"] == url
-        with pytest.raises(PrefectUnavailable, match=f"Prefect API at {url} does not answer") as caught:
-            wait()
+    with pytest.raises(PrefectUnavailable, match=f"Prefect API at {url} does not answer") as caught, prefect_api():
+        pytest.fail("nothing is begun")
     assert caught.value.retryable
+    assert environment["PREFECT_API_URL"] == url
 
 
 def test_a_given_api_of_another_kind_is_refused(environment):
