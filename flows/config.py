@@ -124,31 +124,28 @@ def _batch_fits(config: PipelineConfig) -> str | None:
 
 
 def _sequence_fits(config: PipelineConfig) -> str | None:
-    if config.training.seq_len <= config.model.max_seq_len:
-        return None
-    return (
-        f"training.seq_len must not be above model.max_seq_len: {config.training.seq_len} is above "
-        f"{config.model.max_seq_len}; raise model.max_seq_len to {config.training.seq_len} or lower training.seq_len"
-    )
+    length, longest = config.training.seq_len, config.model.max_seq_len
+    way_out = f"raise model.max_seq_len to {length} or lower training.seq_len"
+    return _above("training.seq_len", length, "model.max_seq_len", longest, way_out)
 
 
 def _vocabulary_fits(config: PipelineConfig) -> str | None:
-    if config.tokenizer.path is not None or config.tokenizer.vocab_size <= config.model.vocab_size:
+    if config.tokenizer.path is not None:
         return None
-    return (
-        f"tokenizer.vocab_size must not be above model.vocab_size: {config.tokenizer.vocab_size} is above "
-        f"{config.model.vocab_size}; set model.vocab_size to {config.tokenizer.vocab_size}"
-    )
+    tokens, rows = config.tokenizer.vocab_size, config.model.vocab_size
+    return _above("tokenizer.vocab_size", tokens, "model.vocab_size", rows, f"set model.vocab_size to {tokens}")
 
 
 def _warmup_fits(config: PipelineConfig) -> str | None:
-    if config.schedule.warmup_steps <= config.training.steps:
+    warmup, steps = config.schedule.warmup_steps, config.training.steps
+    way_out = f"set schedule.warmup_steps to {steps} or less ({round(steps / 10)} would be a tenth)"
+    return _above("schedule.warmup_steps", warmup, "training.steps", steps, way_out)
+
+
+def _above(name: str, value: int, limit_name: str, limit: int, way_out: str) -> str | None:
+    if value <= limit:
         return None
-    return (
-        f"schedule.warmup_steps must not be above training.steps: {config.schedule.warmup_steps} is above "
-        f"{config.training.steps}; set schedule.warmup_steps to {config.training.steps} or less "
-        f"({round(config.training.steps / 10)} would be a tenth)"
-    )
+    return f"{name} must not be above {limit_name}: {value} is above {limit}; {way_out}"
 
 
 def _device_fits(config: PipelineConfig) -> str | None:

@@ -20,6 +20,65 @@ from headrace.errors import InputError
 
 T = TypeVar("T")
 
+TEMPLATE = """\
+# Written by `headrace init` for {files:,} {kind} ({megabytes:,.2f} MB), sized to {machine}.
+#
+#   headrace validate FILE     headrace run FILE     headrace generate {name} --prompt "..."
+#
+# Every field is described in docs/guide.md; `headrace validate FILE --show` prints all of them with their values.
+
+name: {quoted_name}                   # of the run and of the registered model
+seed: 1
+
+data:
+  name: {quoted_name}
+  inputs:
+    - path: {quoted_data}      # a folder, a file or a glob; relative to where the command is given
+      format: auto               # source and txt: one document a file; jsonl: one document a line
+  on_error: skip                 # what cannot be read is left out and counted; fail stops at the first
+  validation_fraction: 0.02      # held out by content; a small corpus gives a little more
+
+tokenizer:
+  vocab_size: {sizes.vocab_size}             # byte-level BPE, trained on this text once and kept; or set `path`
+
+model:
+  vocab_size: {sizes.vocab_size}             # not below the tokenizer's
+  dim: {sizes.dim}
+  num_layers: {sizes.num_layers}
+  num_heads: {sizes.num_heads}
+  num_kv_heads: {kv_heads}
+  ffn_dim: {sizes.ffn_dim}
+  max_seq_len: {sizes.seq_len}
+
+training:                        # {million_tokens:,.2f} million tokens: about {passes:.1f} times through the text
+  steps: {sizes.steps}
+  global_batch_size: {sizes.global_batch_size}          # sequences in one step, over all ranks
+  seq_len: {sizes.seq_len}
+  precision: {sizes.precision}           # float32 on a CPU without instructions for bfloat16
+
+optimizer:
+  learning_rate: {sizes.learning_rate:.1e}
+
+schedule:
+  warmup_steps: {warmup}
+
+launch:
+  ranks_per_node: {sizes.ranks}              # processes; the result does not depend on it
+
+layout:
+  # sequences in one pass of one rank, {accumulate} passes in a step; lower it when memory is short
+  micro_batch_size: {sizes.micro_batch_size}
+
+checkpoint:
+  save_every: {save}                 # steps between two saves; a killed run goes on from the last one
+
+evaluation:
+  every: {save}
+  max_tokens: 65536              # of the validation split
+  prompts: {prompts}
+"""
+"""What is written; comments stand where a reader changes something."""
+
 BYTES_PER_TOKEN = 3.3
 """Of a small byte-level BPE on prose or code; only the order of magnitude matters."""
 
@@ -150,68 +209,24 @@ def _redirected_to() -> Path | None:
 
 def _render(data: str, name: str, files: list[SourceFile], sizes: Sizes, machine: Machine) -> str:
     total = sum(file.size for file in files)
-    parts = "documents of a jsonl file" if any(f.format == "jsonl" for f in files) else "files, one document each"
-    where = f"{machine.gpus} GPU" if machine.gpus else f"{machine.cores} cores"
-    passes = sizes.tokens / max(1, total / BYTES_PER_TOKEN)
-    accumulate = sizes.global_batch_size // (sizes.micro_batch_size * sizes.ranks)
-    save = max(1, sizes.steps // 4)
-    return f"""\
-# Written by `headrace init` for {len(files):,} {parts} ({total / 1e6:,.2f} MB), sized to {where}.
-#
-#   headrace validate FILE     headrace run FILE     headrace generate {name} --prompt "..."
-#
-# Every field is described in docs/guide.md; `headrace validate FILE --show` prints all of them with their values.
-
-name: {_scalar(name)}                   # of the run and of the registered model
-seed: 1
-
-data:
-  name: {_scalar(name)}
-  inputs:
-    - path: {_scalar(data)}      # a folder, a file or a glob; relative to where the command is given
-      format: auto               # source and txt: one document a file; jsonl: one document a line
-  on_error: skip                 # what cannot be read is left out and counted; fail stops at the first
-  validation_fraction: 0.02      # held out by content; a small corpus gives a little more
-
-tokenizer:
-  vocab_size: {sizes.vocab_size}             # byte-level BPE, trained on this text once and kept; or set `path`
-
-model:
-  vocab_size: {sizes.vocab_size}             # not below the tokenizer's
-  dim: {sizes.dim}
-  num_layers: {sizes.num_layers}
-  num_heads: {sizes.num_heads}
-  num_kv_heads: {max(1, sizes.num_heads // 2)}
-  ffn_dim: {sizes.ffn_dim}
-  max_seq_len: {sizes.seq_len}
-
-training:                        # {sizes.tokens / 1e6:,.2f} million tokens: about {passes:.1f} times through the text
-  steps: {sizes.steps}
-  global_batch_size: {sizes.global_batch_size}          # sequences in one step, over all ranks
-  seq_len: {sizes.seq_len}
-  precision: {sizes.precision}           # float32 on a CPU without instructions for bfloat16
-
-optimizer:
-  learning_rate: {sizes.learning_rate:.1e}
-
-schedule:
-  warmup_steps: {max(1, sizes.steps // 12)}
-
-launch:
-  ranks_per_node: {sizes.ranks}              # processes; the result does not depend on it
-
-layout:
-  # sequences in one pass of one rank, {accumulate} passes in a step; lower it when memory is short
-  micro_batch_size: {sizes.micro_batch_size}
-
-checkpoint:
-  save_every: {save}                 # steps between two saves; a killed run goes on from the last one
-
-evaluation:
-  every: {save}
-  max_tokens: 65536              # of the validation split
-  prompts: {_prompts(files)}
-"""
+    is_jsonl = any(file.format == "jsonl" for file in files)
+    return TEMPLATE.format(
+        name=name,
+        quoted_name=_scalar(name),
+        quoted_data=_scalar(data),
+        files=len(files),
+        kind="documents of a jsonl file" if is_jsonl else "files, one document each",
+        megabytes=total / 1e6,
+        machine=f"{machine.gpus} GPU" if machine.gpus else f"{machine.cores} cores",
+        sizes=sizes,
+        million_tokens=sizes.tokens / 1e6,
+        kv_heads=max(1, sizes.num_heads // 2),
+        warmup=max(1, sizes.steps // 12),
+        save=max(1, sizes.steps // 4),
+        accumulate=sizes.global_batch_size // (sizes.micro_batch_size * sizes.ranks),
+        passes=sizes.tokens / max(1, total / BYTES_PER_TOKEN),
+        prompts=_prompts(files),
+    )
 
 
 def _scalar(text: str) -> str:
