@@ -11,8 +11,6 @@ import builtins
 import contextlib
 import hashlib
 import json
-import logging
-import os
 import re
 import secrets
 from collections.abc import Callable
@@ -20,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from headrace import s3_errors
 from headrace.digest import sha256_bytes, sha256_file
 from headrace.errors import (
     ConfigError,
@@ -30,22 +27,9 @@ from headrace.errors import (
 )
 from headrace.faults import fault_point
 from headrace.local_store import FileStore, MemoryStore
+from headrace.s3_client import S3Client
 from headrace.s3_store import S3Store
 from headrace.temporary import is_temporary
-
-logger = logging.getLogger(__name__)
-
-CONNECT_SECONDS = 5
-READ_SECONDS = 30
-TOTAL_ATTEMPTS = 3
-"""Tries of one request inside the S3 client, with its back-off."""
-
-CLIENT_ROUNDS = 2
-"""How often s3fs asks the client again after a lost connection or "slow down"; its default, 5, adds up to minutes."""
-
-DEADLINE_SECONDS = 120.0
-SLOWEST_BYTES_PER_SECOND = 1 << 20
-"""One operation ends after DEADLINE_SECONDS plus its size at this speed: a server that trickles must not hold us."""
 
 MAX_CREATE_BYTES = 64 << 20
 """A created object goes in one request: some servers ignore the condition when parts are put together."""
@@ -131,7 +115,7 @@ class Storage:
                 f"The prefix of s3://{bucket}/... cannot be used: parts between slashes must have 1 to 255 letters, "
                 "digits or ._=+@,~-, and there is no query."
             ) from None
-        return cls(f"s3://{root}", S3Store(root, _S3Client()))
+        return cls(f"s3://{root}", S3Store(root, S3Client()))
 
     def __repr__(self) -> str:
         """Name the root; it holds no secrets."""
@@ -330,82 +314,3 @@ def json_document(document: Any) -> bytes:
 
 def _check_prefix(prefix: str) -> str:
     return check_key(prefix) if prefix else prefix
-
-
-class _S3Client:
-    """The S3 client library: one filesystem per process, every call within a deadline, every failure explained."""
-
-    def __init__(self) -> None:
-        self._filesystems: dict[int, Any] = {}
-        self._direct: dict[int, Any] = {}
-
-    def run(self, method: str, *arguments: Any, size: int, **options: Any) -> Any:
-        """Run a coroutine of the filesystem on its own thread; `size` in bytes extends the deadline.
-
-        Raises s3_errors.RequestFailed for every failure of the library, the connection or the server.
-        """
-        import aiohttp
-        from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped] # ships no types
-        from fsspec.asyn import sync
-
-        filesystem = self._filesystem()
-        deadline = DEADLINE_SECONDS + size / SLOWEST_BYTES_PER_SECOND
-        try:
-            return sync(filesystem.loop, getattr(filesystem, method), *arguments, timeout=deadline, **options)
-        except (OSError, EOFError, BotoCoreError, aiohttp.ClientError) as error:
-            raise s3_errors.RequestFailed(error) from error
-
-    def run_here(self, operation: str, **arguments: Any) -> Any:
-        """Run an S3 operation on the calling thread; each of its tries has its time, but there is no deadline over all.
-
-        For large bodies: the one event loop of `run` signs and copies them one after the other, threads do not.
-        """
-        from botocore.exceptions import BotoCoreError, ClientError
-        from s3fs.errors import translate_boto_error
-
-        try:
-            return getattr(self._direct_client(), operation)(**arguments)
-        except ClientError as error:
-            raise s3_errors.RequestFailed(translate_boto_error(error)) from error
-        except (BotoCoreError, OSError) as error:
-            raise s3_errors.RequestFailed(error) from error
-
-    def _direct_client(self) -> Any:
-        pid = os.getpid()
-        if pid not in self._direct:
-            import botocore.session  # type: ignore[import-untyped] # ships no types
-            from botocore.config import Config  # type: ignore[import-untyped] # ships no types
-
-            options = _client_options()
-            options["retries"]["total_max_attempts"] *= CLIENT_ROUNDS
-            self._direct[pid] = botocore.session.get_session().create_client("s3", config=Config(**options))
-        return self._direct[pid]
-
-    def _filesystem(self) -> Any:
-        """Return this process's filesystem: one that was inherited over a fork must not be used."""
-        pid = os.getpid()
-        if pid not in self._filesystems:
-            import s3fs  # takes half a second, and a warm parent of forked ranks must not hold it
-
-            filesystem = s3fs.S3FileSystem(
-                use_listings_cache=False, skip_instance_cache=True, config_kwargs=_client_options()
-            )
-            filesystem.retries = CLIENT_ROUNDS
-            self._filesystems.setdefault(pid, filesystem)
-        return self._filesystems[pid]
-
-
-def _client_options() -> dict[str, Any]:
-    s3_errors.check_endpoint()
-    options: dict[str, Any] = {
-        "connect_timeout": CONNECT_SECONDS,
-        "read_timeout": READ_SECONDS,
-        "retries": {"total_max_attempts": TOTAL_ATTEMPTS, "mode": "standard"},
-    }
-    if s3_errors.custom_endpoint():
-        # Most servers other than AWS neither store nor check the newer checksums, and some fail on them.
-        if "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
-            options["request_checksum_calculation"] = "when_required"
-        if "AWS_RESPONSE_CHECKSUM_VALIDATION" not in os.environ:
-            options["response_checksum_validation"] = "when_required"
-    return options

@@ -27,8 +27,8 @@ def once(answer: Answer | str, method: str):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that a test can wait for; two tries are enough to see that there is a second one."""
-    monkeypatch.setattr("headrace.storage.TOTAL_ATTEMPTS", 2)
-    monkeypatch.setattr("headrace.storage.CLIENT_ROUNDS", 1)
+    monkeypatch.setattr("headrace.s3_client.TOTAL_ATTEMPTS", 2)
+    monkeypatch.setattr("headrace.s3_client.CLIENT_ROUNDS", 1)
 
 
 def test_a_lost_answer_to_create_is_not_a_lost_race(proxy: Proxy, proxied: Storage):
@@ -102,7 +102,7 @@ def test_one_hiccup_is_not_seen(proxy: Proxy, proxied: Storage, hiccup: Answer |
 def test_an_outage_is_retryable(
     proxy: Proxy, proxied: Storage, failure: Answer | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headrace.storage.TOTAL_ATTEMPTS", 1)
+    monkeypatch.setattr("headrace.s3_client.TOTAL_ATTEMPTS", 1)
     (tmp_path / "file").write_bytes(b"content")
     proxy.before = lambda method, path: failure
     for use in (
@@ -141,8 +141,8 @@ def test_an_endpoint_that_is_no_url(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_server_that_never_answers(proxy: Proxy, proxied: Storage, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.storage.TOTAL_ATTEMPTS", 1)
-    monkeypatch.setattr("headrace.storage.READ_SECONDS", 1)
+    monkeypatch.setattr("headrace.s3_client.TOTAL_ATTEMPTS", 1)
+    monkeypatch.setattr("headrace.s3_client.READ_SECONDS", 1)
     hang = threading.Event()
     proxy.before = lambda method, path: hang.wait(60) and None
     try:
@@ -153,8 +153,8 @@ def test_a_server_that_never_answers(proxy: Proxy, proxied: Storage, monkeypatch
 
 
 def test_the_deadline_over_all_tries(proxy: Proxy, proxied: Storage, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.storage.READ_SECONDS", 60)
-    monkeypatch.setattr("headrace.storage.DEADLINE_SECONDS", 1.0)
+    monkeypatch.setattr("headrace.s3_client.READ_SECONDS", 60)
+    monkeypatch.setattr("headrace.s3_client.DEADLINE_SECONDS", 1.0)
     hang = threading.Event()
     proxy.before = lambda method, path: hang.wait(60) and None
     try:

@@ -18,8 +18,8 @@ OWNERS = {
     "prefect": ("tasks.", "flows."),
     "torch": ("training.",),
     "webdataset": ("data_prep.shards",),
-    "fsspec": ("headrace.storage",),
-    "s3fs": ("headrace.storage",),
+    "fsspec": ("headrace.s3_client",),
+    "s3fs": ("headrace.s3_client",),
 }
 # The first import of each takes from a tenth of a second to several; the command line must answer before that.
 HEAVY = ("torch", "mlflow", "prefect", "s3fs", "transformers", "webdataset", "pandas", "tokenizers")

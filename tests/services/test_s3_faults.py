@@ -211,8 +211,8 @@ def test_thirty_percent_failures_are_not_seen(
 def test_a_server_that_never_answers(
     rgw: Rgw, proxy: Proxy, proxied: Storage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr("headrace.storage.READ_SECONDS", 60)
-    monkeypatch.setattr("headrace.storage.DEADLINE_SECONDS", 1.0)
+    monkeypatch.setattr("headrace.s3_client.READ_SECONDS", 60)
+    monkeypatch.setattr("headrace.s3_client.DEADLINE_SECONDS", 1.0)
     monkeypatch.setattr("headrace.s3_store._ASSUMED_BYTES", 0)
     with silent(proxy):
         for use in every_use(proxied, tmp_path):
