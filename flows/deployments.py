@@ -27,8 +27,12 @@ class Deployment:
     parameters: dict[str, Any]
     job_variables: dict[str, Any]
     schedules: tuple[dict[str, Any], ...]
+    queue: str | None
+    """Work queue of its flow runs; None is the pool's default one."""
     limit: int | None
-    """Runs of it at the same time; more wait in the queue. None is no limit."""
+    """Runs of it at the same time. None is no limit."""
+    collision_strategy: str | None
+    """What becomes of a run that is one too many."""
 
 
 def folder() -> Path:
@@ -46,6 +50,12 @@ def deployments() -> list[Deployment]:
     return [_deployment(item) for item in document["deployments"]]
 
 
+def queues() -> dict[str, int]:
+    """The work queues, with the number of flow runs at a time."""
+    document = yaml.safe_load((folder() / "prefect.yaml").read_text(encoding="utf-8"))
+    return dict(document.get("definitions", {}).get("queues", {}))
+
+
 def automations() -> list[dict[str, Any]]:
     """Every automation, by file name."""
     files = sorted((folder() / "automations").glob("*.yaml"))
@@ -53,6 +63,7 @@ def automations() -> list[dict[str, Any]]:
 
 
 def _deployment(item: dict[str, Any]) -> Deployment:
+    limit = item.get("concurrency_limit", {})
     return Deployment(
         name=item["name"],
         entrypoint=item["entrypoint"],
@@ -61,5 +72,7 @@ def _deployment(item: dict[str, Any]) -> Deployment:
         parameters=item.get("parameters", {}),
         job_variables=item["work_pool"].get("job_variables", {}),
         schedules=tuple(item.get("schedules", ())),
-        limit=item.get("concurrency_limit", {}).get("limit"),
+        queue=item["work_pool"].get("work_queue_name"),
+        limit=limit.get("limit"),
+        collision_strategy=limit.get("collision_strategy"),
     )

@@ -20,6 +20,9 @@ from tasks.child import command_of
 DELAYS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds before a process is started again, by how often it died in a row."""
 
+LEASES_IN_FILES = "prefect.server.concurrency.lease_storage.filesystem"
+"""Below Prefect's home."""
+
 STEADY_SECONDS = 60.0
 """After so long a death counts as the first one again."""
 
@@ -153,5 +156,7 @@ def environment_of_services(mark: str, api: str, mlflow: str) -> dict[str, str]:
     # While the server is started again, a training goes on and asks itself whether it was cancelled (tasks.stopping);
     # the alternative would end it.
     environment.setdefault("PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE", "false")
+    # In memory, its default, a server that is started again would forget whose places it has to free.
+    environment.setdefault("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE", LEASES_IN_FILES)
     apply_settings(environment)
     return environment

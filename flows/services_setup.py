@@ -2,8 +2,8 @@
 
     python -m flows.services_setup WORKING_FOLDER
 
-It may be run again at any time and changes what differs. Two things belong to the people who use the server and are
-left as they are: schedules that exist, and whether an automation is enabled.
+It may be run again at any time and changes what differs. Three things belong to the people who use the server and are
+left as they are: schedules and work queues that exist, and whether an automation is enabled.
 """
 
 import asyncio
@@ -50,13 +50,13 @@ from prefect.workers.process import ProcessWorker
 from flows import deployments
 from flows.deployments import POOL, Deployment
 
-QUEUE = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
-
 
 async def set_up(working_folder: str) -> None:
     """Make or bring up to date everything that `deployments/` describes."""
     async with get_client() as client:
         await _pool(client, working_folder)
+        for queue, limit in deployments.queues().items():
+            await _queue(client, queue, limit)
         for deployment in deployments.deployments():
             await _deployment(client, deployment)
             await _drop_missed(client, deployment)
@@ -92,6 +92,13 @@ async def _pool(client: PrefectClient, working_folder: str) -> None:
         await client.create_work_pool(pool)
 
 
+async def _queue(client: PrefectClient, name: str, limit: int) -> None:
+    try:
+        await client.read_work_queue_by_name(name, work_pool_name=POOL)
+    except ObjectNotFound:
+        await client.create_work_queue(name, concurrency_limit=limit, work_pool_name=POOL)
+
+
 async def _deployment(client: PrefectClient, wanted: Deployment) -> None:
     flow = _flow(wanted.entrypoint)
     flow_id = await client.create_flow_from_name(flow.name)
@@ -101,14 +108,17 @@ async def _deployment(client: PrefectClient, wanted: Deployment) -> None:
         "tags": list(wanted.tags),
         "entrypoint": wanted.entrypoint,
         "work_pool_name": POOL,
+        "work_queue_name": wanted.queue,
         "job_variables": wanted.job_variables,
         "parameters": wanted.parameters,
         "parameter_openapi_schema": parameter_schema(flow).model_dump(),
         "enforce_parameter_schema": True,
         "concurrency_limit": wanted.limit,
     }
-    if wanted.limit:
-        same["concurrency_options"] = QUEUE
+    if wanted.collision_strategy:
+        same["concurrency_options"] = ConcurrencyOptions(
+            collision_strategy=ConcurrencyLimitStrategy(wanted.collision_strategy)
+        )
     try:
         found = await client.read_deployment_by_name(f"{flow.name}/{wanted.name}")
     except ObjectNotFound:

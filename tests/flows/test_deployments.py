@@ -51,12 +51,16 @@ def test_the_plain_one_starts_with_the_defaults():
     assert ALL["pretrain"].parameters == {}
 
 
-def test_trainings_wait_for_each_other_in_the_queue():
+def test_trainings_wait_for_each_other_in_a_queue():
+    assert deployments.queues() == {"trainings": 1}
+    waiting = {name for name, deployment in ALL.items() if deployment.queue == "trainings"}
+    assert waiting == {"pretrain", "quickstart", "train-model", "evaluate-model", "register-model"}
+
+
+def test_no_training_needs_a_lease_of_the_server():
+    """Prefect ends a flow run that cannot renew it, for example after the server was away."""
     document = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())
-    limits = {item["name"]: item.get("concurrency_limit") for item in document["deployments"]}
-    for name in ("pretrain", "quickstart", "train-model"):
-        assert limits[name] == {"limit": 1, "collision_strategy": "ENQUEUE"}
-        assert ALL[name].limit == 1
+    assert [item["name"] for item in document["deployments"] if "concurrency_limit" in item] == ["reconcile"]
 
 
 def test_a_schedule_is_named_and_off():
@@ -65,10 +69,10 @@ def test_a_schedule_is_named_and_off():
     assert construct_schedule(cron=schedule["cron"], timezone=schedule["timezone"]).cron == "0 2 * * *"
 
 
-def test_the_reconciler_is_scheduled_without_a_limit():
+def test_the_reconciler_is_scheduled_and_what_is_one_too_many_is_dropped():
     (schedule,) = ALL["reconcile"].schedules
     assert (schedule["interval"], schedule["active"]) == (30, True)
-    assert ALL["reconcile"].limit is None, "one that died would keep the next one from running"
+    assert (ALL["reconcile"].limit, ALL["reconcile"].collision_strategy) == (1, "CANCEL_NEW")
     assert set(flow_of("reconcile").parameters.properties["flow_names"]["default"]) == FLOWS
 
 
@@ -84,7 +88,7 @@ def test_a_silent_run_is_marked_after_several_missed_heartbeats_and_never_after_
     assert trigger.within.total_seconds() > 100 + HEARTBEAT_SECONDS, "a process may be blocked for a while"
     ends = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
     assert trigger.expect >= ends | {"prefect.flow-run.heartbeat"}
-    assert set(trigger.match_related["prefect.resource.name"]) >= FLOWS
+    assert set(trigger.match_related["prefect.resource.name"]) == FLOWS | {"reconcile"}, "one that died has a place"
     assert automation.actions[0].state == "CRASHED"
 
 

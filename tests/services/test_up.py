@@ -1,6 +1,7 @@
 """`headrace up` on a state folder with a past: everything of it is shown, runs are started and scheduled, parts die."""
 
 import datetime
+import itertools
 import json
 import os
 import stat
@@ -121,14 +122,18 @@ def test_making_the_deployments_again_leaves_what_people_set(up: Up) -> None:
         deployment = client.read_deployment_by_name("pretrain/pretrain")
         place = f"/deployments/{deployment.id}/schedules/{schedule.id}"
         client.request("PATCH", place, json={"active": True, "parameters": {"config": up.lab.config}})
+        queue = f"/work_pools/headrace/queues/{deployment.work_queue_name}"
+        assert client.request("GET", queue).json()["concurrency_limit"] == 1
+        client.request("PATCH", queue, json={"concurrency_limit": 2})
         try:
             make_deployments_again(up)
             again = client.read_deployment_by_name("pretrain/pretrain")
             (kept,) = again.schedules
             assert (again.id, kept.slug, kept.active) == (deployment.id, "nightly", True)
             assert kept.parameters == {"config": up.lab.config}
-            assert again.global_concurrency_limit is not None
-            assert again.global_concurrency_limit.limit == 1
+            assert again.global_concurrency_limit is None
+            assert again.work_queue_name == "trainings"
+            assert client.request("GET", queue).json()["concurrency_limit"] == 2
             assert [a["enabled"] for a in automations(up)] == [False]
             client.request("DELETE", place)
             make_deployments_again(up)
@@ -136,6 +141,7 @@ def test_making_the_deployments_again_leaves_what_people_set(up: Up) -> None:
             assert (new.slug, new.active) == ("nightly", False)
         finally:
             client.request("PATCH", f"/automations/{automation['id']}", json={"enabled": True})
+            client.request("PATCH", queue, json={"concurrency_limit": 1})
 
 
 def test_the_quickstart_starts_with_a_whole_config(up: Up) -> None:
@@ -244,6 +250,32 @@ def test_a_schedule_made_through_the_api_fires(up: Up) -> None:
         following = {d["name"]: d["next"] for d in up.status()["deployments"]}
         assert following["prepare-data/prepare-data"] is not None
         client.request("DELETE", f"{place}/{made['id']}")
+
+
+def test_trainings_of_two_deployments_wait_for_each_other(up: Up) -> None:
+    asked = [
+        up.run_deployment("pretrain/pretrain", config_of(up, name="first")),
+        up.run_deployment("train-model/train-model", config_of(up, name="second")),
+    ]
+    assert [up.ended(flow_run) for flow_run in asked] == ["Completed", "Completed"]
+    first, second = sorted((up.flow_run(flow_run) for flow_run in asked), key=lambda run: str(run.start_time))
+    assert first.end_time is not None
+    assert second.start_time is not None
+    assert first.end_time <= second.start_time
+
+
+def test_one_reconciler_works_at_a_time_and_what_is_one_too_many_is_dropped(up: Up) -> None:
+    with up.client() as client:
+        deployment = client.read_deployment_by_name("reconcile/reconcile")
+        asked = [client.create_flow_run_from_deployment(deployment.id).id for _ in range(4)]
+    ended = [up.ended(flow_run) for flow_run in asked]
+    assert set(ended) <= {"Completed", "Cancelled"}
+    assert "Cancelled" in ended
+    with up.client() as client:
+        runs = [run for run in client.read_flow_runs() if run.deployment_id == deployment.id]
+    worked = sorted((run.start_time, run.end_time) for run in runs if run.state_name == "Completed")
+    assert worked
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(worked))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", ["worker", "mlflow", "prefect"])
