@@ -21,6 +21,7 @@ from tasks.runs import Run, Workspace
 from tasks.shown import bring_up_to_date, open_attempt
 from tasks.stopping import FENCE_SECONDS, PREFECT_SECONDS, Every, StopSignals, is_cancelled_in_prefect, is_fenced
 from training.checkpoint.catalog import Checkpoint, list_commits
+from training.checkpoint.keeper import Keeper
 from training.launch.attempts import attempt_numbers, newest_attempt, read_attempts, rewound_to
 from training.launch.resume import attempts_without_progress, next_attempt
 from training.launch.supervisor import run_attempt
@@ -29,6 +30,9 @@ from training.run_spec import AttemptSpec
 FLUSH_SECONDS = 60.0
 """How long a finished attempt waits for MLflow; what is left is taken from the store later."""
 
+RETENTION_SECONDS = 30.0
+"""How long a finished attempt waits for old checkpoints to be deleted; what is left goes after the next commit or by
+`headrace checkpoints gc`."""
 
 STATUS: dict[str, Status] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
@@ -110,10 +114,12 @@ def _run_attempt(
     session.first_attempt = session.first_attempt or attempt.attempt
     progress = _Progress(stage, attempt)
     mirror = _mirror(space, run, attempt.attempt)
+    keeper = Keeper(space.storage, attempt.run)
 
     def on_event(event: dict[str, Any]) -> None:
         mirror(event)
         progress(event)
+        keeper(event)
 
     fenced = Every(FENCE_SECONDS, lambda: is_fenced(_newest(space, run), attempt.attempt))
     cancelled = Every(PREFECT_SECONDS, is_cancelled_in_prefect)
@@ -129,6 +135,8 @@ def _run_attempt(
         status = STATUS[outcome.kind]
     finally:
         session.last_metrics = progress.metrics or session.last_metrics
+        # Before the next attempt is claimed: what it starts from is chosen among checkpoints that stay.
+        keeper.close(RETENTION_SECONDS if status == "FINISHED" else 0.0)
         _close(space, mirror, status)
     if outcome.kind == "stopped":
         raise Cancelled(f"{outcome.message} The same command continues from there.")

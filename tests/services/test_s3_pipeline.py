@@ -178,7 +178,7 @@ def long_labs(new_lab: Callable[[str], Lab]) -> Callable[[str, int, int], Lab]:
     def make(name: str, steps: int, save_every: int) -> Lab:
         lab = new_lab(name)
         lab.config["training"]["steps"] = steps
-        lab.config["checkpoint"]["save_every"] = save_every
+        lab.config["checkpoint"] |= {"save_every": save_every, "keep_last": steps}
         lab.config["evaluation"]["every"] = steps
         return lab
 

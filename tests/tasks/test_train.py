@@ -1,5 +1,7 @@
 """One try is one attempt; what MLflow shows afterwards; and when the run ends."""
 
+import threading
+
 import pytest
 
 from headrace.errors import AttemptFailed, Cancelled, ConfigError, Terminal, TrackingUnavailable
@@ -9,6 +11,9 @@ from tasks.shown import ATTEMPT_TAG, bring_up_to_date
 from tasks.train import TrainingSession, train
 from tests.mlflow_database import NOLOAD
 from tests.tasks.stand_ins import DATASET, DeadMirror, make_request
+from training.checkpoint.catalog import list_commits
+from training.checkpoint.config import CheckpointConfig
+from training.launch.attempts import read_attempts
 from training.launch.config import LaunchConfig
 from training.launch.diagnosis import AttemptOutcome
 from training.launch.resume import next_attempt
@@ -193,3 +198,56 @@ def test_every_step_is_there_once_after_many_kills(space, run, ranks):
     statuses = attempts_in_mlflow(space, run)
     assert list(statuses.values()).count("FINISHED") == 1
     assert "RUNNING" not in statuses.values()
+
+
+def keeping(space, last):
+    return resolve_run(space, make_request(checkpoint=CheckpointConfig(save_every=2, keep_last=last)), DATASET)
+
+
+def commits(space, run):
+    return [(c.attempt, c.step) for c in list_commits(space.storage, run.spec.run_prefix)]
+
+
+def test_old_checkpoints_are_gone_when_the_attempt_has_ended(space, ranks):
+    run = keeping(space, 2)
+    train.fn(space, run, TrainingSession())
+    assert commits(space, run) == [(1, 12), (1, 10)]
+
+
+def test_by_default_the_newest_five_are_kept(space, ranks):
+    run = resolve_run(space, make_request(checkpoint=CheckpointConfig(save_every=2)), DATASET)
+    train.fn(space, run, TrainingSession())
+    assert commits(space, run) == [(1, 12), (1, 10), (1, 8), (1, 6), (1, 4)]
+
+
+def test_what_is_kept_is_an_execution_field_of_the_command_at_hand(space, ranks):
+    ranks.ends = [8, None]
+    run = keeping(space, 100)
+    with pytest.raises(AttemptFailed):
+        train.fn(space, run, TrainingSession())
+    assert len(commits(space, run)) == 4
+    again = keeping(space, 2)
+    assert again.run_id == run.run_id
+    train.fn(space, again, TrainingSession())
+    assert commits(space, run) == [(2, 12), (2, 10)]
+    records = read_attempts(space.storage, run.spec.run_prefix)
+    assert [record.checkpoint.keep_last for record in records] == [100, 2]
+
+
+def test_retention_has_ended_before_the_next_attempt_is_chosen(space, ranks, monkeypatch):
+    """A failed attempt gives it no time; whatever it left undone, no thread deletes beside the next attempt."""
+    alive = []
+    original = ranks.__class__.__call__
+
+    def watched(self, storage, spec, **callbacks):
+        alive.append([thread.name for thread in threading.enumerate() if thread.name.startswith("retention")])
+        return original(self, storage, spec, **callbacks)
+
+    monkeypatch.setattr(type(ranks), "__call__", watched)
+    ranks.ends = [6, None]
+    run = keeping(space, 2)
+    with pytest.raises(AttemptFailed):
+        train.fn(space, run, TrainingSession())
+    train.fn(space, run, TrainingSession())
+    assert alive == [[f"retention {run.run_id}"]] * 2
+    assert commits(space, run) == [(2, 12), (2, 10)]

@@ -14,7 +14,7 @@ from typing import Any
 from headrace.commit import Commit, check_files, read_commit
 from headrace.errors import DamagedData, InputError, Retryable, Terminal
 from headrace.storage import Storage, json_document
-from training.launch.attempts import chain, is_on_chain, read_attempts
+from training.launch.attempts import chain, is_on_chain, newest_attempt, read_attempt_record, read_attempts
 from training.model.config import ModelConfig
 from training.run_spec import RestorePoint, RunSpec
 
@@ -106,7 +106,7 @@ def choose_restore(storage: Storage, run: RunSpec, *, not_after: int | None = No
         if not_after is not None and step > not_after:
             continue
         try:
-            checkpoint = _verified(storage, step, attempt, prefix)
+            checkpoint = verified(storage, step, attempt, prefix)
         except DamagedData as error:
             level = logging.INFO if isinstance(error, SetAside) else logging.WARNING
             logger.log(level, "The checkpoint of step %d (attempt %d) is not used: %s", step, attempt, error)
@@ -120,6 +120,8 @@ def choose_restore(storage: Storage, run: RunSpec, *, not_after: int | None = No
             f"and the run will not silently start from nothing. The newest: {next(iter(refused.values()))} "
             "Bring back the files from a copy, or start a new run under another name."
         )
+    if not_after is None:
+        _require_untouched(storage, run.run_prefix)
     return Choice(None)
 
 
@@ -128,7 +130,7 @@ def open_checkpoint(storage: Storage, run_prefix: str, restore: RestorePoint) ->
     prefix = checkpoint_prefix(run_prefix, step=restore.step, attempt=restore.attempt)
     for step, attempt, found in committed_on_chain(storage, run_prefix):
         if found == prefix:
-            return _verified(storage, step, attempt, found)
+            return verified(storage, step, attempt, found)
     raise InputError(
         f"There is no committed checkpoint of step {restore.step} (attempt {restore.attempt}) at "
         f"{storage.url(prefix)}: it was never committed, or a later attempt went back behind it."
@@ -140,7 +142,7 @@ def newest_at(storage: Storage, run_prefix: str, step: int) -> Checkpoint:
     steps = []
     for found, attempt, prefix in committed_on_chain(storage, run_prefix):
         if found == step:
-            return _verified(storage, found, attempt, prefix)
+            return verified(storage, found, attempt, prefix)
         steps.append(found)
     there = ", ".join(str(found) for found in sorted(steps)) if steps else "none"
     raise InputError(f"{storage.url(run_prefix)} has no committed checkpoint of step {step}; its steps are: {there}.")
@@ -186,17 +188,29 @@ def require_same_model(model: ModelConfig, saved: dict[str, Any], where: str) ->
         )
 
 
+def _require_untouched(storage: Storage, run_prefix: str) -> None:
+    """Raise Terminal when there is no commit though the newest attempt started from one: somebody removed it."""
+    newest = newest_attempt(storage, run_prefix)
+    restore = read_attempt_record(storage, run_prefix, newest).restore if newest else None
+    if restore is not None:
+        raise Terminal(
+            f"Attempt {newest} started from the checkpoint of step {restore.step}, but there is no committed "
+            f"checkpoint left below {storage.url(run_prefix)}/checkpoints, and the run will not silently start from "
+            "nothing. Bring back the files from a copy, or start a new run under another name."
+        )
+
+
 def _usable(storage: Storage, run_prefix: str) -> Iterator[Checkpoint]:
     for step, attempt, prefix in committed_on_chain(storage, run_prefix):
         try:
-            yield _verified(storage, step, attempt, prefix)
+            yield verified(storage, step, attempt, prefix)
         except DamagedData as error:
             # Who chooses from these warns; the others only look, some of them every few seconds.
             logger.info("The checkpoint of step %d (attempt %d) is not used: %s", step, attempt, error)
 
 
-def _verified(storage: Storage, step: int, attempt: int, prefix: str) -> Checkpoint:
-    """Check all that can be checked without reading the tensors; raises DamagedData."""
+def verified(storage: Storage, step: int, attempt: int, prefix: str) -> Checkpoint:
+    """The checkpoint in this folder, with all checked that can be without reading the tensors; raises DamagedData."""
     if storage.exists(f"{prefix}/{DAMAGED_NAME}"):
         reason = storage.read_json(f"{prefix}/{DAMAGED_NAME}").get("reason", "no reason recorded")
         raise SetAside(f"{prefix} was set aside: {reason}")
@@ -210,6 +224,16 @@ def _verified(storage: Storage, step: int, attempt: int, prefix: str) -> Checkpo
         )
     check_files(storage, prefix, commit, content=False)
     return Checkpoint(step, attempt, prefix, commit)
+
+
+def folder_of(key: str) -> tuple[int, int, str] | None:
+    """Step, attempt and folder of the checkpoint that a storage key lies in; None when it lies in none."""
+    folder, _, _ = key.rpartition("/")
+    parts = folder.split("/")
+    if len(parts) < 3 or parts[-3] != "checkpoints":
+        return None
+    step, attempt = _STEP.fullmatch(parts[-2]), _ATTEMPT.fullmatch(parts[-1])
+    return (int(step[1]), int(attempt[1]), folder) if step and attempt else None
 
 
 def _numbered(names: list[str], pattern: re.Pattern[str]) -> list[tuple[int, str]]:

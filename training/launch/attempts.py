@@ -26,6 +26,7 @@ from headrace.config import Part
 from headrace.environment import code_digest, versions
 from headrace.errors import DamagedData
 from headrace.storage import Storage, json_document
+from training.checkpoint.config import CheckpointConfig
 from training.health.rewind import SkipRange
 from training.run_spec import RestorePoint, RunSpec
 
@@ -48,6 +49,9 @@ class AttemptRecord(Part):
     code_digest: str = Field(description="digest of the installed sources of the project")
     versions: dict[str, str] = Field(description="versions of what can change a result")
     layout: dict[str, Any] = Field(description="execution layout of this attempt")
+    checkpoint: CheckpointConfig = Field(
+        CheckpointConfig(), description="when this attempt saves, and what is kept of it"
+    )
     time: float = Field(description="seconds since the epoch when it was claimed; for people, nothing is decided by it")
 
 
@@ -96,6 +100,7 @@ def make_record(
         code_digest=code_digest(),
         versions=versions(),
         layout={**run.layout.model_dump(mode="json"), "world_size": run.launch.world_size},
+        checkpoint=run.checkpoint,
         time=time.time(),
     )
 

@@ -168,6 +168,15 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_from_nothing(stora
         choose_restore(storage, RUN)
 
 
+def test_a_run_whose_checkpoints_were_removed_never_starts_from_nothing(storage):
+    claim(storage, 1)
+    prefix = commit(storage, 1, 20)
+    claim(storage, 2, restore=(1, 20))
+    storage.delete_prefix(prefix)
+    with pytest.raises(Terminal, match="Attempt 2 started from the checkpoint of step 20, but there is no committed"):
+        choose_restore(storage, RUN)
+
+
 def test_who_set_checkpoints_aside_is_remembered(storage):
     claim(storage, 1)
     commit(storage, 1, 10)
