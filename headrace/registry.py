@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.errors import NotFound, Terminal
-from headrace.tracking import DIGEST_LENGTH, AlreadyExists, Point, Tracker, metric_entities, model_output
+from headrace.tracking import DIGEST_LENGTH, Point, Tracker, metric_entities, model_output
 from headrace.tracking_address import is_server
+from headrace.tracking_errors import AlreadyExists
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel

@@ -1,4 +1,4 @@
-"""The one place that loads MLflow: experiments, runs and metric points. Models and versions are in `headrace.registry`.
+"""The one way to MLflow: experiments, runs and metric points. Models and versions are in `headrace.registry`.
 
 MLflow *shows* what the store knows; it decides nothing about data. Everything here may therefore be repeated: points
 carry the time of their event, so that MLflow keeps a repeated batch once, and what is created is first looked for by
@@ -13,17 +13,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
-from headrace.errors import ConfigError, HeadraceError, NotFound, Terminal, TrackingUnavailable
+from headrace.errors import ConfigError, TrackingUnavailable
 from headrace.file_lock import locked
-from headrace.tracking_address import default_uri, redact, redact_text, require_answer, sqlite_path
+from headrace.tracking_address import default_uri, redact, require_answer, sqlite_path
+from headrace.tracking_errors import AlreadyExists, translated
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment, LoggedModelOutput, Metric, Run
-    from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
@@ -46,20 +45,6 @@ SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
 """Set before mlflow is imported unless the user set them: no telemetry, quiet, and answers within a minute."""
-
-_TRANSIENT = {
-    "INTERNAL_ERROR",
-    "IO_ERROR",
-    "TEMPORARILY_UNAVAILABLE",
-    "WORKSPACE_TEMPORARILY_UNAVAILABLE",
-    "DEADLINE_EXCEEDED",
-    "REQUEST_LIMIT_EXCEEDED",
-    "SERVICE_UNDER_MAINTENANCE",
-}
-
-
-class AlreadyExists(Terminal):
-    """MLflow already has something of that name."""
 
 
 class Point(NamedTuple):
@@ -101,10 +86,10 @@ class Tracker:
         """
         address = uri or default_uri()
         require_answer(address)
-        with _quiet_import():
+        with quiet_import():
             import mlflow.tracking  # noqa: F401 - loaded here, in silence, for all that follows
         # The first one makes the tables, and two at once would stand in each other's way.
-        with _one_at_a_time(address), _translated("opened", address):
+        with _one_at_a_time(address), translated("opened", address):
             client = _new_client(address)
             client.search_experiments(max_results=1)
         return cls(address, client)
@@ -112,7 +97,7 @@ class Tracker:
     @contextmanager
     def calls(self, what: str) -> Iterator[None]:
         """Calls of the client, one thread at a time; its failures become ours: away, not found, exists, or refused."""
-        with self._lock, _translated(what, self.uri):
+        with self._lock, translated(what, self.uri):
             yield
 
     # ---------------------------------------------------------------------------------------------- experiments
@@ -305,43 +290,13 @@ def model_output(model_id: str, step: int) -> "LoggedModelOutput":
     return LoggedModelOutput(model_id, step)
 
 
-def mlmodel_document(*, model_id: str, run_id: str, loader_module: str, created_ms: int) -> bytes:
-    """The `MLmodel` file that lets `mlflow.pyfunc.load_model` open the folder it lies in.
-
-    Made again with the same arguments it has the same bytes.
-    """
-    with _quiet_import():
-        import mlflow.pyfunc as pyfunc  # `from mlflow import pyfunc` would load it later, with its warnings
-        from mlflow.models import Model
-        from mlflow.models.signature import ModelSignature
-        from mlflow.types.schema import ColSpec, ParamSchema, ParamSpec, Schema
-
-    text = Schema([ColSpec("string")])  # without a name: a list of prompts is taken, and a table of one column
-    params = ParamSchema(
-        [
-            ParamSpec("max_new_tokens", "long", 64),
-            ParamSpec("temperature", "double", 0.0),
-            ParamSpec("seed", "long", 0),
-        ]
-    )
-    model = Model(
-        model_id=model_id,
-        model_uuid=model_id.removeprefix("m-"),
-        run_id=run_id,
-        signature=ModelSignature(text, text, params),
-        utc_time_created=datetime.fromtimestamp(created_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),
-    )
-    pyfunc.add_to_model(model, loader_module=loader_module)  # type: ignore[no-untyped-call] # has no annotations
-    return str(model.to_yaml()).encode("utf-8")
-
-
 def _one_at_a_time(uri: str) -> AbstractContextManager[None]:
     path = sqlite_path(uri)
     return locked(path.with_name(f"{path.name}.lock")) if path else nullcontext()
 
 
 @contextmanager
-def _quiet_import() -> Iterator[None]:
+def quiet_import() -> Iterator[None]:
     """Import from mlflow with our settings; it warns about its own type hints while it is loaded."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -354,37 +309,6 @@ def _new_client(uri: str) -> "MlflowClient":
     from mlflow.tracking import MlflowClient
 
     return MlflowClient(tracking_uri=uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or uri)
-
-
-@contextmanager
-def _translated(what: str, uri: str) -> Iterator[None]:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        yield
-    except MlflowException as error:
-        raise _translate(error, what, uri) from error
-    except OSError as error:
-        raise TrackingUnavailable(f"MLflow at {redact(uri)} could not be {what}: {error}") from error
-    except Exception as error:
-        # The database's own errors, which MLflow lets through while it opens or migrates its tables.
-        if not type(error).__module__.startswith("sqlalchemy."):
-            raise
-        reason = redact_text(str(error).partition("[SQL")[0], uri)
-        raise TrackingUnavailable(f"MLflow at {redact(uri)} could not be {what}: {reason}") from error
-
-
-def _translate(error: "MlflowException", what: str, uri: str) -> HeadraceError:
-    reason = redact_text(str(error.message), uri)
-    if " failed with exception " in reason:
-        reason = "it does not answer."  # the rest is the history of urllib3's retries
-    if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"):
-        return NotFound(f"MLflow at {redact(uri)} was {what}, but does not have it: {reason}")
-    if error.error_code in ("RESOURCE_ALREADY_EXISTS", "ALREADY_EXISTS"):
-        return AlreadyExists(f"MLflow at {redact(uri)} was {what}, but has it already: {reason}")
-    if error.error_code in _TRANSIENT:
-        return TrackingUnavailable(f"MLflow at {redact(uri)} could not be {what}: {reason}")
-    return Terminal(f"MLflow at {redact(uri)} was {what} and refused: {reason}")
 
 
 def _as_place(url: str) -> str:

@@ -12,9 +12,9 @@ from prefect.cache_policies import NO_CACHE
 
 from headrace.commit import Commit, read_commit
 from headrace.errors import DamagedData, NotFound
+from headrace.mlmodel import mlmodel_document
 from headrace.registry import ModelRecord, Registry
 from headrace.storage import json_document
-from headrace.tracking import mlmodel_document
 from tasks.child import run_module
 from tasks.console import terminal
 from tasks.exports import export_key, key_below, pointer_key

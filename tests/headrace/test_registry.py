@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import NotFound
+from headrace.mlmodel import mlmodel_document
 from headrace.registry import ModelRecord, Registry
-from headrace.tracking import Point, Tracker, mlmodel_document
+from headrace.tracking import Point, Tracker
 from tests.mlflow_database import NOLOAD, new_database
 
 pytestmark = pytest.mark.filterwarnings(NOLOAD)

@@ -14,7 +14,8 @@ import pytest
 import sqlalchemy
 
 from headrace.errors import ConfigError, NotFound, Terminal, TrackingUnavailable
-from headrace.tracking import Point, Tracker, metric_entities, mlmodel_document
+from headrace.mlmodel import mlmodel_document
+from headrace.tracking import Point, Tracker, metric_entities
 from headrace.tracking_address import (
     default_uri,
     is_server,
