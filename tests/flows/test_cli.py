@@ -307,9 +307,10 @@ def test_light_commands_load_nothing_heavy(arguments, tmp_path):
         (None, "There is no config.json in"),
         ([], "must hold a JSON object"),
         ({"model_type": "gpt2"}, "model_type is 'gpt2' and must be 'llama'"),
+        ({**LLAMA, "num_hidden_layers": 0}, "num_layers must be 1 or more, got 0"),
         (LLAMA, "There are no weights in"),
     ],
-    ids=["empty", "no object", "another kind", "no weights"],
+    ids=["empty", "no object", "another kind", "no layers", "no weights"],
 )
 def test_a_folder_that_holds_no_model_is_refused_before_anything_heavy_is_loaded(config, told, tmp_path):
     folder = tmp_path / "folder"

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.commit import COMMIT_NAME
-from headrace.errors import DamagedData, InputError
+from headrace.config_check import parse
+from headrace.errors import ConfigError, DamagedData, InputError
 from training.model.config import ModelConfig
 
 WEIGHTS_NAME = "model.safetensors"
@@ -101,19 +102,24 @@ def from_hf_config(config: Mapping[str, Any], where: str) -> ModelConfig:
     """The model that a `config.json` describes; raises InputError naming what our decoder cannot be."""
     _require_llama(config, where)
     rope = config.get("rope_parameters") or {}
-    heads = int(config["num_attention_heads"])
-    return ModelConfig(
-        vocab_size=config["vocab_size"],
-        dim=config["hidden_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        ffn_dim=config["intermediate_size"],
-        max_seq_len=config["max_position_embeddings"],
-        rope_theta=rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
-        norm_eps=config["rms_norm_eps"],
-        tie_embeddings=config.get("tie_word_embeddings", False),
-    )
+    heads = config["num_attention_heads"]
+    document = {
+        "vocab_size": config["vocab_size"],
+        "dim": config["hidden_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "ffn_dim": config["intermediate_size"],
+        "max_seq_len": config["max_position_embeddings"],
+        "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
+        "norm_eps": config["rms_norm_eps"],
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+    }
+    try:
+        return parse(ModelConfig, document)
+    except ConfigError as error:
+        reasons = "; ".join(str(error).splitlines())
+        raise InputError(f"{where} describes a model that cannot be used here: {reasons}.") from None
 
 
 def _require_llama(config: Mapping[str, Any], where: str) -> None:

@@ -18,6 +18,7 @@ from headrace.errors import AttemptFailed, DamagedData, InputError
 from headrace.events import read_events
 from headrace.process import pid_alive
 from headrace.storage import Storage
+from tests.headrace.killed import killed_while_writing
 from tests.headrace.s3_proxy import BUCKET
 from tests.training.checkpoint.saved import (
     attempt_spec,
@@ -104,6 +105,16 @@ def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(run_ranks, tmp_path
         run_ranks(2, train_saved, claim(broken, run), faults)
     resumed = run_ranks(2, train_saved, claim(broken, run, RestorePoint(attempt=1, step=2), attempt=2))
     assert resumed == expected
+
+
+def test_what_a_killed_writer_left_goes_with_the_first_commit(run_ranks, tmp_path):
+    run = run_spec(training={"steps": 1})
+    spec = claim(tmp_path, run)
+    folder = tmp_path / "store" / run.run_prefix / "checkpoints" / "step-00000001" / "attempt-0000"
+    left = folder / killed_while_writing(folder / "shard")
+    run_ranks(1, train_saved, spec)
+    assert committed_steps(tmp_path, run) == [1]
+    assert not left.exists()
 
 
 def save_then_change(world, spec, faults):
