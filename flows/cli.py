@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flows.cli_health import register as register_health
 from flows.cli_services import register as register_services
 from headrace.errors import Cancelled, ConfigError, HeadraceError
 from headrace.terminal import Terminal, emit_json
@@ -263,6 +264,7 @@ def ui(
 
 
 register_services(app)
+register_health(app)
 
 
 def _load(config: Path, sets: list[str] | None) -> "PipelineConfig":

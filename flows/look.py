@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.environment import work_path
 from headrace.errors import HeadraceError, InputError, NotFound
+from headrace.events import read_events
 from headrace.registry import Registry, VersionRecord
 from headrace.storage import Storage
 from headrace.tracking import RunRecord, Tracker
@@ -17,7 +18,10 @@ from headrace.tracking_address import default_uri, is_server, run_page, server_a
 from tasks.exports import exports_of, key_below
 from tasks.runs import RUN_KEY_TAG, SCORE_TAG, VERSION_TAG, is_held, read_run
 from training.checkpoint.catalog import list_commits
+from training.health.doctor import Finding, examine
+from training.health.goodput import Goodput, account
 from training.launch.attempts import read_attempts
+from training.launch.resume import committed_by
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
@@ -78,6 +82,28 @@ def show_run(name: str) -> dict[str, Any]:
         "config": spec.model_dump(mode="json"),
         "page": page if is_server(tracker.uri) and server_answers(tracker.uri) else None,
     }
+
+
+def run_account(name: str) -> tuple[RunRecord, Goodput]:
+    """Where the time of a run went."""
+    _, record = find_run(name)
+    storage, prefix = _place(record)
+    attempts = read_attempts(storage, prefix)
+    return record, account(attempts, {a.attempt: read_events(storage, prefix, a.attempt) for a in attempts})
+
+
+def examine_run(name: str) -> tuple[RunRecord, list[Finding]]:
+    """What is wrong with a run, the gravest first."""
+    _, record = find_run(name)
+    storage, prefix = _place(record)
+    attempts = read_attempts(storage, prefix)
+    findings = examine(
+        attempts,
+        {a.attempt: read_events(storage, prefix, a.attempt) for a in attempts},
+        committed=committed_by(storage, prefix),
+        is_worked_on=is_held(storage, record.run_id),
+    )
+    return record, findings
 
 
 def find_run(name: str) -> tuple[Tracker, RunRecord]:

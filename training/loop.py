@@ -70,7 +70,7 @@ def train(t: Training) -> Outcome:
         grad_norm = clip_gradients(engine.parameters.values(), run.optimizer.max_grad_norm)
         loss = engine.world.sum(loss)
         if verdict := judge(run.stability, state.recent_losses, float(loss), float(grad_norm)):
-            _intervene(t, verdict)
+            _intervene(t, verdict, started)
             continue
         learning_rate = state.schedule.learning_rate(state.step + 1)
         set_learning_rate(state.optimizer, learning_rate)
@@ -100,9 +100,13 @@ def train(t: Training) -> Outcome:
             t.checkpoints.save_async(state)
     finished = state.step >= run.training.steps
     sink.phase("commit", step=state.step)
+    started = time.perf_counter()
     t.checkpoints.save_async(state, required=True)
     t.checkpoints.wait()
-    return "finished" if finished else "stopped"
+    outcome: Outcome = "finished" if finished else "stopped"
+    seconds = time.perf_counter() - started
+    sink.event(outcome, step=state.step, tokens_seen=state.tokens_seen, save_seconds=seconds)
+    return outcome
 
 
 def _agree(engine: Engine, num_valid: int, stop: bool) -> tuple[int, bool]:
@@ -119,8 +123,11 @@ def _pass_over(t: Training) -> None:
         t.state.pass_over(passed.stop)
 
 
-def _intervene(t: Training, verdict: Verdict) -> None:
-    """Answer a bad batch, of which nothing was applied. Raises Terminal or Rewind, unless it is only passed over."""
+def _intervene(t: Training, verdict: Verdict, started: float) -> None:
+    """Answer a bad batch, of which nothing was applied. Raises Terminal or Rewind, unless it is only passed over.
+
+    `started` is when its step began, in the seconds of time.perf_counter().
+    """
     state, stability, batch_size = t.state, t.run.stability, t.run.training.global_batch_size
     step = state.step + 1
     interventions = len(state.skipped) + sum(passed.stop > state.position for passed in t.skip)
@@ -128,7 +135,8 @@ def _intervene(t: Training, verdict: Verdict) -> None:
         raise Terminal(_why_it_stops(step, verdict, interventions))
     state.optimizer.zero_grad(set_to_none=True)
     if verdict.answer == "skip":
-        t.sink.event("batch.skipped", step=step, position=state.position, reason=verdict.reason)
+        seconds = time.perf_counter() - started
+        t.sink.event("batch.skipped", step=step, position=state.position, reason=verdict.reason, seconds=seconds)
         state.pass_over(state.position + batch_size)
         return
     before = stability.rewind_batches - 1

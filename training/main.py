@@ -104,7 +104,6 @@ def _train(spec: AttemptSpec, sink: Sink, stop: threading.Event) -> Outcome:
     tell_start(spec, world, sink)
     training = assemble(spec, storage, world, sink, stop)
     outcome = train(training)
-    sink.event(outcome, step=training.state.step, tokens_seen=training.state.tokens_seen)
     if sink.events is not None:
         sink.events.publish(storage, spec.run.run_prefix)
     sink.phase(outcome, step=training.state.step)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flows.look import connect, find_run, list_runs, model_folder, show_run
+from flows.look import connect, examine_run, find_run, list_runs, model_folder, run_account, show_run
 from headrace.environment import home
 from headrace.errors import InputError
 from headrace.lease import hold
@@ -155,3 +155,15 @@ def test_a_version_of_somebody_else_is_not_ours(space, registered):
     Registry(space.tracker).create_version("foreign", exported.model, run_id=run.run_id, tags={})
     with pytest.raises(InputError, match="not registered by headrace"):
         model_folder("models:/foreign/1")
+
+
+def test_the_account_and_the_verdict_of_a_run_come_from_the_store(registered):
+    run, _ = registered
+    record, goodput = run_account(run.spec.name)
+    assert record.run_id == run.run_id
+    assert goodput.wall_seconds > 0
+    assert goodput.failures == 0
+    _, findings = examine_run(run.spec.name)
+    assert findings[0].verdict == "finished"
+    with pytest.raises(InputError, match="no run 'nobody'"):
+        examine_run("nobody")

@@ -26,6 +26,8 @@ COMMANDS = {
     "up": {"--host", "--port", "--mlflow-port", "--json"},
     "status": {"--json"},
     "down": {"--json"},
+    "goodput": {"RUN", "--price", "--json"},
+    "doctor": {"RUN", "--json"},
 }
 
 

@@ -118,14 +118,15 @@ class FakeRanks:
         for step in range(first + 1, last + 1):
             if should_stop():
                 return AttemptOutcome(kind="stopped", message="Stopped.", step=step)
-            writer.append("step", step=step, loss=6.0 / step, grad_norm=1.0, tokens_per_second=100.0)
+            numbers = {"loss": 6.0 / step, "grad_norm": 1.0, "tokens_per_second": 100.0}
+            writer.append("step", step=step, **numbers, step_seconds=0.01, data_seconds=0.001)
             if step % spec.run.checkpoint.save_every == 0 or step == spec.run.training.steps:
                 writer.append("save.begun", step=step)
                 writer.publish(storage, spec.run.run_prefix)
                 commit_checkpoint(storage, spec, step)
                 writer.append("save.committed", step=step, seconds=0.1, bytes=10)
         if is_finished(storage, spec.run):
-            writer.append("finished", step=last, tokens_seen=1)
+            writer.append("finished", step=last, tokens_seen=1, save_seconds=0.1)
             writer.publish(storage, spec.run.run_prefix)
             return AttemptOutcome(kind="finished", message="Finished.", step=last)
         return AttemptOutcome(kind="failed", message=f"Rank 1 was killed (launch {len(self.specs)}).")

@@ -25,7 +25,7 @@ from types import FrameType
 
 from headrace import faults
 from headrace.process import become_subreaper, descendants, kill_descendants, start_time
-from training.launch.diagnosis import AttemptOutcome, diagnose, read_exits, read_results
+from training.launch.diagnosis import AttemptOutcome, diagnose, memory_kills, read_exits, read_results
 from training.launch.hang import HangDetector
 from training.launch.machine import FILE_NAME as MACHINE_NAME
 from training.launch.machine import MachineLog
@@ -59,6 +59,7 @@ class Agent:
         self._stop_passed_on = False
         self._seen: dict[int, int | None] = {os.getpid(): start_time(os.getpid())}
         """Start times of the processes of this attempt, by id."""
+        self._memory_kills = memory_kills()
         self._machine = MachineLog(spec.work_path / MACHINE_NAME, spec.attempt)
         self._detector = HangDetector(
             {rank: spec.heartbeat_path(rank) for rank in range(spec.run.launch.world_size)},
@@ -92,6 +93,7 @@ class Agent:
             torchrun_exit=torchrun.returncode,
             stop_requested=self._stop_since is not None,
             logs=self._logs,
+            memory_kills=memory_kills() - self._memory_kills,
         )
 
     def start_torchrun(self) -> "subprocess.Popen[bytes]":

@@ -85,8 +85,12 @@ def diagnose(
     torchrun_exit: int | None,
     stop_requested: bool,
     logs: Path,
+    memory_kills: int = 0,
 ) -> AttemptOutcome:
-    """The outcome of an attempt that the agent did not end for a reason of its own."""
+    """The outcome of an attempt that the agent did not end for a reason of its own.
+
+    `memory_kills` is how many processes of the machine the kernel killed meanwhile, for lack of memory.
+    """
     world_size = spec.run.launch.world_size
     by_rank = {result.rank: result for result in results}
     for kind in ("finished", "stopped"):
@@ -102,25 +106,36 @@ def diagnose(
         return AttemptOutcome(kind="stopped", message="Stopped before the state could be saved again.")
     if killed:
         first = min(killed, key=lambda e: (e.exit_code > 0, e.time))
-        return _killed(first, beats.get(first.rank), logs)
+        return _killed(first, beats.get(first.rank), logs, memory_kills)
     failed = [result for result in results if result.outcome == "failed"]
     if failed:
         return _failed(min(failed, key=lambda result: (result.secondary, result.time)), logs)
     return AttemptOutcome(kind="failed", message=_torchrun_ended(torchrun_exit, logs), error_kind="TorchrunEnded")
 
 
-def _killed(end: RankExit, beat: Beat | None, logs: Path) -> AttemptOutcome:
+def memory_kills() -> int:
+    """Processes that the kernel has killed for lack of memory since it started; 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def _killed(end: RankExit, beat: Beat | None, logs: Path, killed_for_memory: int) -> AttemptOutcome:
     log = rank_log(logs, end.rank)
     where = f" after step {beat.step}, in phase {beat.phase!r}" if beat else " before its first sign"
     if end.exit_code < 0:
-        name = signal.Signals(-end.exit_code).name
-        message = f"Rank {end.rank} was killed by {name}{where}."
-        if end.exit_code == -signal.SIGKILL:
-            message += (
-                " If nobody did that, it was most likely the kernel, for lack of memory: lower "
-                "layout.micro_batch_size, or use more ranks."
+        kind = signal.Signals(-end.exit_code).name
+        message = f"Rank {end.rank} was killed by {kind}{where}."
+        if end.exit_code == -signal.SIGKILL and killed_for_memory:
+            kind = "OutOfMemory"
+            message = (
+                f"Rank {end.rank} was killed{where}, when the kernel killed {killed_for_memory} processes of this "
+                "machine for lack of memory: lower layout.micro_batch_size, or use more ranks."
             )
-        kind = name
+        elif end.exit_code == -signal.SIGKILL:
+            message += " The kernel counted no kill for lack of memory, so somebody or something else did that."
     else:
         line = _last_line(log)
         said = f" Its last line: {line}" if line else ""

@@ -58,7 +58,7 @@ def attempts_without_progress(storage: Storage, run_prefix: str, *, since_attemp
     An attempt brings it further when it commits a checkpoint, when it finds a damaged one and sets it aside (which can
     happen only as often as there are checkpoints), and when it asks to go back (`stability.max_interventions`).
     """
-    progressed = _committed_by(storage, run_prefix) | quarantined_by(storage, run_prefix)
+    progressed = set(committed_by(storage, run_prefix)) | quarantined_by(storage, run_prefix)
     progressed |= rewound_by(storage, run_prefix)
     count = 0
     for number in reversed(attempt_numbers(storage, run_prefix)):
@@ -68,10 +68,14 @@ def attempts_without_progress(storage: Storage, run_prefix: str, *, since_attemp
     return count
 
 
-def _committed_by(storage: Storage, run_prefix: str) -> set[int]:
-    """Attempts that committed anything, on the chain or not."""
-    commits = [key for key in storage.list(f"{run_prefix}/checkpoints") if key.endswith(f"/{COMMIT_NAME}")]
-    return {int(key.split("/")[-2].removeprefix("attempt-")) for key in commits}
+def committed_by(storage: Storage, run_prefix: str) -> dict[int, int]:
+    """The newest step of each attempt that committed anything, on the chain or not."""
+    newest: dict[int, int] = {}
+    for key in storage.list(f"{run_prefix}/checkpoints"):
+        if key.endswith(f"/{COMMIT_NAME}"):
+            step, attempt = (int(name.partition("-")[2]) for name in key.split("/")[-3:-1])
+            newest[attempt] = max(step, newest.get(attempt, 0))
+    return newest
 
 
 def _rewound(storage: Storage, run_prefix: str, newest: int) -> tuple[tuple[SkipRange, ...], int | None]:

@@ -55,6 +55,7 @@ def run_attempt(
     tails = EventTail(spec.events_path), EventTail(spec.work_path / MACHINE_NAME)
     agent = _start_agent(spec, attempt_file)
     stop_sent = False
+    outcome: AttemptOutcome | None = None
     try:
         while agent.poll() is None:
             _pass_on(tails, on_event)
@@ -62,11 +63,13 @@ def run_attempt(
                 stop_sent = True
                 agent.send_signal(signal.SIGTERM)
             time.sleep(POLL_SECONDS)
+        _end_agent(agent, spec)
+        outcome = _outcome(storage, spec, agent.returncode, stop_sent=stop_sent)
     finally:
         _end_agent(agent, spec)
-        _publish_leftovers(storage, spec)
+        _publish_leftovers(storage, spec, outcome)
     _pass_on(tails, on_event)
-    return _outcome(storage, spec, agent.returncode, stop_sent=stop_sent)
+    return outcome
 
 
 def is_finished(storage: Storage, run: RunSpec) -> bool:
@@ -122,12 +125,13 @@ def _kill_leftovers(listed: Path) -> None:
         time.sleep(0.05)
 
 
-def _publish_leftovers(storage: Storage, spec: AttemptSpec) -> None:
-    """Upload the events that the ranks had no time to publish; the log on the store is what later readers go by."""
-    if not spec.events_path.is_file():
-        return
+def _publish_leftovers(storage: Storage, spec: AttemptSpec, outcome: AttemptOutcome | None) -> None:
+    """Add how it ended, and upload what the ranks had no time to: later readers go by the log on the store."""
     writer = EventWriter(spec.events_path, spec.attempt)
     try:
+        if outcome is not None:
+            fields = outcome.model_dump(include={"step", "rank", "error_kind", "message"})
+            writer.append("attempt.ended", outcome=outcome.kind, **fields)
         writer.publish(storage, spec.run.run_prefix)
     except HeadraceError as error:
         # Everything up to the newest commit was published before it; a run does not fail for the rest.

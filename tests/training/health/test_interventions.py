@@ -63,7 +63,7 @@ def test_a_batch_that_is_not_finite_is_passed_over(run_ranks):
         same, skipped, ranges, position, step = outcome
         assert same
         assert [event | {"reason": event["reason"][:13]} for event in skipped] == [
-            {"step": 5, "position": 32, "reason": "a loss of nan"}
+            {"step": 5, "position": 32, "reason": "a loss of nan", "seconds": skipped[0]["seconds"]}
         ]
         assert (ranges, position, step) == ([(32, 40)], 13 * BATCH, 12)
 

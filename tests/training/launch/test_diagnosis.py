@@ -2,13 +2,14 @@
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from headrace.errors import AttemptFailed, DamagedData, InputError, StorageFull, Terminal
 from tests.training.checkpoint.saved import attempt_spec
 from tests.training.toy import run_spec
-from training.launch.diagnosis import AttemptOutcome, RankExit, diagnose, read_exits, read_results
+from training.launch.diagnosis import AttemptOutcome, RankExit, diagnose, memory_kills, read_exits, read_results
 from training.launch.hang import Beat
 from training.run_spec import RankResult
 
@@ -26,7 +27,7 @@ def error(rank, when=100.0, kind="ValueError", **fields):
 def judge(tmp_path):
     spec = attempt_spec(tmp_path, run_spec(launch={"ranks_per_node": 3}))
 
-    def judged(*results, exits=(), torchrun_exit=1, stop=False):
+    def judged(*results, exits=(), torchrun_exit=1, stop=False, memory_kills=0):
         return diagnose(
             spec,
             exits=exits,
@@ -35,6 +36,7 @@ def judge(tmp_path):
             torchrun_exit=torchrun_exit,
             stop_requested=stop,
             logs=tmp_path,
+            memory_kills=memory_kills,
         )
 
     return judged
@@ -120,3 +122,21 @@ def test_files_that_are_missing_or_torn_are_no_reports(tmp_path):
     spec.result_path(1).write_text(good.model_dump_json())
     spec.result_path(2).write_text("{")
     assert read_results(spec) == [good]
+
+
+def test_a_killed_rank_is_out_of_memory_when_the_kernel_says_so(judge):
+    outcomes = [judge(exits=[RankExit(1, -signal.SIGKILL, 5.0)], memory_kills=kills) for kills in (0, 2)]
+    assert [outcome.error_kind for outcome in outcomes] == ["SIGKILL", "OutOfMemory"]
+    assert outcomes[0].message == (
+        "Rank 1 was killed by SIGKILL after step 7, in phase 'optimizer'. The kernel counted no kill for lack of "
+        "memory, so somebody or something else did that."
+    )
+    assert outcomes[1].message == (
+        "Rank 1 was killed after step 7, in phase 'optimizer', when the kernel killed 2 processes of this machine for "
+        "lack of memory: lower layout.micro_batch_size, or use more ranks."
+    )
+
+
+def test_the_kernel_counts_its_kills():
+    counted = [line for line in Path("/proc/vmstat").read_text().splitlines() if line.startswith("oom_kill ")]
+    assert memory_kills() == int(counted[0].split()[1] if counted else 0)

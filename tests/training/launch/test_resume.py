@@ -93,8 +93,8 @@ def test_an_attempt_claimed_by_somebody_else_meanwhile_is_gone_on_from(storage, 
     real = resume.choose_restore
     rivals = [2, 3]
 
-    def choose(storage, run):
-        choice = real(storage, run)
+    def choose(storage, run, *, not_after):
+        choice = real(storage, run, not_after=not_after)
         if rivals:
             # Between our choice and our claim another process launches, and commits.
             rival = rivals.pop(0)

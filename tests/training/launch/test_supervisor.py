@@ -84,7 +84,12 @@ def test_an_attempt_that_finishes(prepare):
     outcome = run(spec, on_event=seen.append)
     assert (outcome.kind, outcome.step) == ("finished", 3)
     assert outcome.error() is None
-    assert [(event["kind"], event["step"]) for event in seen] == [("step", 1), ("step", 2), ("step", 3)]
+    assert [(event["kind"], event["step"]) for event in seen] == [
+        ("step", 1),
+        ("step", 2),
+        ("step", 3),
+        ("attempt.ended", 3),
+    ]
     assert read_events(Storage.open(spec.storage_root), spec.run.run_prefix, 1) == seen
 
 
@@ -101,7 +106,7 @@ def test_the_root_cause_is_named(prepare, script, kind, rank, words):
     outcome = run(prepare(script))
     assert (outcome.kind, outcome.error_kind, outcome.rank, outcome.retryable) == ("failed", kind, rank, True)
     assert words in outcome.message
-    assert ("lack of memory: lower layout.micro_batch_size" in outcome.message) == (kind == "SIGKILL")
+    assert ("no kill for lack of memory, so somebody" in outcome.message) == (kind == "SIGKILL")
     assert isinstance(outcome.error(), AttemptFailed)
 
 
