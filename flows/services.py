@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from ipaddress import ip_address
 from pathlib import Path
 
 from flows.command import stopped_by_signals
 from flows.embedded import DATABASE_NAME, free_port
 from flows.services_api import NoAnswer, answers, ask
 from flows.services_file import ServicesRecord, only_up, remove_record, write_record
+from flows.services_login import require_safe_host
 from flows.services_marks import kill, mark_of, marked, send, top_flow_runs
 from flows.services_process import ServiceProcess, environment_of_services, how, last_words
 from headrace.environment import home, mlflow_database, prefect_home
@@ -80,27 +80,6 @@ def require_own_servers() -> None:
                 f"{name} names a server, but `headrace up` starts its own for {home()}. Unset {name}, or use that "
                 "server without `headrace up`: docs/operations.md says how to make the deployments there."
             )
-
-
-def require_safe_host(host: str) -> None:
-    """Refuse to let others in without a login, and an address that no browser can ask."""
-    if host in ("0.0.0.0", "::"):
-        raise ConfigError(
-            f"--host {host} is no address that a browser can open. Give the one by which others reach this machine."
-        )
-    if _is_loopback(host) or os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
-        return
-    raise ConfigError(
-        f"--host {host} lets other machines start runs here without a login. Set PREFECT_SERVER_API_AUTH_STRING to "
-        "NAME:PASSWORD, or leave --host at 127.0.0.1 and use an SSH tunnel."
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def require_free_port(host: str, port: int, option: str) -> None:

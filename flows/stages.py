@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import deployment
 from prefect.states import Cancelled as PrefectCancelled
@@ -25,6 +24,7 @@ from prefect.states import Crashed as PrefectCrashed
 from data_prep.dataset import PrepareResult
 from flows.config import PipelineConfig, require_vocabulary, store_root
 from flows.presence import present, works_on
+from flows.report import publish, show_pages
 from flows.result import PretrainResult, Scores, StageResult, StagesResult
 from headrace import faults
 from headrace.config import identity_document
@@ -35,6 +35,7 @@ from headrace.storage import Storage
 from headrace.tracking import Status, Tracker
 from tasks import prepare as prepare_stage
 from tasks.console import terminal
+from tasks.curve import loss_curve
 from tasks.evaluate import EvaluateResult, evaluate
 from tasks.export import ExportResult, export
 from tasks.prepare import prepare
@@ -53,12 +54,19 @@ Result = TypeVar("Result", PretrainResult, StagesResult)
 
 def whole_way(config: PipelineConfig) -> PretrainResult:
     """All stages, as the body of a flow."""
-    return _or_cancelled(lambda: summarise(run_stages(config)))
+    return _or_cancelled(lambda: _published(config, "register", summarise))
 
 
 def part_way(config: PipelineConfig, until: Stage) -> StagesResult:
     """The stages up to `until`, as the body of a flow."""
-    return _or_cancelled(lambda: summarise_part(run_stages(config, until), config))
+    return _or_cancelled(lambda: _published(config, until, lambda made: summarise_part(made, config)))
+
+
+def _published(config: PipelineConfig, until: Stage, summary: Callable[["Made"], Result]) -> Result:
+    made = run_stages(config, until)
+    result = summary(made)
+    publish(result, loss_curve(made.space.storage, made.run.spec.run_prefix) if made.run else [])
+    return result
 
 
 def _or_cancelled(stages: Callable[[], Result]) -> Result:
@@ -68,13 +76,11 @@ def _or_cancelled(stages: Callable[[], Result]) -> Result:
     those only make room, and are continued.
     """
     try:
-        result = stages()
+        return stages()
     except Cancelled as stopped:
         makes_room = deployment.id is not None and not is_cancelled_in_prefect()
         state = PrefectCrashed if makes_room else PrefectCancelled
         return state(message=str(stopped))  # type: ignore[return-value] # Prefect takes it as the state
-    publish(result)
-    return result
 
 
 def run_stages(config: PipelineConfig, until: Stage = "register") -> "Made":
@@ -100,6 +106,7 @@ def _work_on_run(config: PipelineConfig, made: "Made", until: Stage) -> None:
     dataset = DatasetRef(prepared.dataset_key, prepared.digest, prepared.tokenizer_digest)
     made.run = run = open_run(space, run_request(config), dataset)
     works_on(space.storage, run.run_id)
+    show_pages(made.pages)
     if run.related:
         terminal().note(run.related)
     with only_command_of(space, run), true_status(space, run):
@@ -253,16 +260,6 @@ def summarise_part(made: Made, config: PipelineConfig) -> StagesResult:
         seconds=made.seconds,
         pages=made.pages,
     )
-
-
-def publish(result: PretrainResult | StagesResult) -> None:
-    """Leave the summary with the flow run, for those who look at Prefect."""
-    create_markdown_artifact(result.markdown(), key="summary", description="What the pipeline came back with")
-    create_table_artifact(
-        [stage.model_dump() for stage in result.stages], key="stages", description="Stages done or reused"
-    )
-    for name, page in result.pages.items():
-        create_link_artifact(page, link_text=name, key="mlflow", description="The run in MLflow")
 
 
 @contextmanager

@@ -43,6 +43,7 @@ class S3Client:
         try:
             return sync(filesystem.loop, getattr(filesystem, method), *arguments, timeout=deadline, **options)
         except (OSError, EOFError, BotoCoreError, aiohttp.ClientError) as error:
+            self._look_for_new_credentials(error)
             raise s3_errors.RequestFailed(error) from error
 
     def run_here(self, operation: str, **arguments: Any) -> Any:
@@ -56,33 +57,47 @@ class S3Client:
         try:
             return getattr(self._direct_client(), operation)(**arguments)
         except ClientError as error:
-            raise s3_errors.RequestFailed(translate_boto_error(error)) from error
+            translated = translate_boto_error(error)
+            self._look_for_new_credentials(translated)
+            raise s3_errors.RequestFailed(translated) from error
         except (BotoCoreError, OSError) as error:
             raise s3_errors.RequestFailed(error) from error
 
+    def _look_for_new_credentials(self, error: BaseException) -> None:
+        """After an answer that they have expired: whoever renews them (a file, a process), the next try finds them.
+
+        A client keeps those that it was made with, unless their source says when they expire.
+        """
+        if s3_errors.is_expired(error):
+            self._direct.pop(os.getpid(), None)
+            self._filesystems.pop(os.getpid(), None)
+
     def _direct_client(self) -> Any:
         pid = os.getpid()
-        if pid not in self._direct:
+        client = self._direct.get(pid)
+        if client is None:
             import botocore.session  # type: ignore[import-untyped] # ships no types
             from botocore.config import Config  # type: ignore[import-untyped] # ships no types
 
             options = _client_options()
             options["retries"]["total_max_attempts"] *= CLIENT_ROUNDS
-            self._direct[pid] = botocore.session.get_session().create_client("s3", config=Config(**options))
-        return self._direct[pid]
+            client = botocore.session.get_session().create_client("s3", config=Config(**options))
+            self._direct[pid] = client
+        return client
 
     def _filesystem(self) -> Any:
         """Return this process's filesystem: one that was inherited over a fork must not be used."""
         pid = os.getpid()
-        if pid not in self._filesystems:
+        filesystem = self._filesystems.get(pid)
+        if filesystem is None:
             import s3fs  # takes half a second, and a warm parent of forked ranks must not hold it
 
             filesystem = s3fs.S3FileSystem(
                 use_listings_cache=False, skip_instance_cache=True, config_kwargs=_client_options()
             )
             filesystem.retries = CLIENT_ROUNDS
-            self._filesystems.setdefault(pid, filesystem)
-        return self._filesystems[pid]
+            filesystem = self._filesystems.setdefault(pid, filesystem)
+        return filesystem
 
 
 def _client_options() -> dict[str, Any]:

@@ -71,6 +71,11 @@ def check_endpoint() -> None:
         )
 
 
+def is_expired(error: BaseException) -> bool:
+    """Whether the server says that the credentials were good once."""
+    return code(error) in _EXPIRED
+
+
 def server_name() -> str:
     """Return the server as messages name it: without the credentials that an endpoint may carry."""
     return re.sub(r"(?<=://)[^/@]*@", "", custom_endpoint() or "the S3 service")

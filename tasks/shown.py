@@ -12,6 +12,7 @@ from headrace.mirror import GROUPS, Event, complete_attempt, complete_parent
 from headrace.storage import Storage
 from headrace.tracking import RunRecord, Status
 from headrace.tracking_address import is_server, run_page, server_answers
+from tasks.description import describe
 from tasks.runs import (
     RUN_KEY_TAG,
     DatasetRef,
@@ -27,10 +28,14 @@ from training.checkpoint.catalog import committed_on_chain
 from training.launch.attempts import AttemptRecord, chain, read_attempts, rewound_to
 
 ATTEMPT_TAG = "headrace.attempt"
+DESCRIPTION_TAG = "mlflow.note.content"
+"""What MLflow shows as the description of a run."""
 
 
 def announce(space: Workspace, run: Run, request: RunRequest, dataset: DatasetRef) -> None:
-    """Show on the parent what the run is: its identity as parameters, and its dataset."""
+    """Show on the parent what the run is: in words, its identity as parameters, and its dataset."""
+    if DESCRIPTION_TAG not in space.tracker.get_run(run.run_id).tags:  # what people wrote instead stays
+        space.tracker.set_tags(run.run_id, {DESCRIPTION_TAG: describe(run.spec, space.storage)})
     space.tracker.log_params(run.run_id, flatten(request.identity))
     source = space.storage.url(f"datasets/{dataset.key}/manifest.json")
     space.tracker.log_dataset(run.run_id, name=dataset.key, digest=dataset.digest, source=source)

@@ -17,6 +17,7 @@ from headrace.terminal import StageProgress
 from headrace.tracking import Status
 from tasks.console import terminal
 from tasks.policy import RETRY_DELAYS, TRAINING_RETRIES, worth_another_try
+from tasks.progress_page import ProgressPage
 from tasks.runs import Run, Workspace
 from tasks.shown import bring_up_to_date, open_attempt
 from tasks.stopping import FENCE_SECONDS, PREFECT_SECONDS, Every, StopSignals, is_cancelled_in_prefect, is_fenced
@@ -112,7 +113,8 @@ def _run_attempt(
 ) -> None:
     """Run one attempt, shown live; returns when it finished, raises when it did not."""
     session.first_attempt = session.first_attempt or attempt.attempt
-    progress = _Progress(stage, attempt)
+    page = ProgressPage(run.spec.training.steps)
+    progress = _Progress(stage, attempt, page)
     mirror = _mirror(space, run, attempt.attempt)
     keeper = Keeper(space.storage, attempt.run)
 
@@ -125,7 +127,7 @@ def _run_attempt(
     cancelled = Every(PREFECT_SECONDS, is_cancelled_in_prefect)
     status: Status = "KILLED"
     try:
-        with StopSignals(lambda: stage.note("stopping: saving first; once more to stop at once")) as signals:
+        with page, StopSignals(lambda: stage.note("stopping: saving first; once more to stop at once")) as signals:
             outcome = run_attempt(
                 space.storage,
                 attempt,
@@ -199,8 +201,9 @@ def _with_progress_rule(
 class _Progress:
     """Shows the events of an attempt."""
 
-    def __init__(self, stage: StageProgress, attempt: AttemptSpec) -> None:
+    def __init__(self, stage: StageProgress, attempt: AttemptSpec, page: ProgressPage) -> None:
         self._stage = stage
+        self._page = page
         self._attempt = attempt.attempt
         self._committed_at: float | None = None
         self.metrics: dict[str, Any] = {}
@@ -212,6 +215,7 @@ class _Progress:
             self.metrics = event
             fields = {name: event[name] for name in ("loss", "tokens_per_second") if name in event}
             self._stage.update(event["step"], **fields, checkpoint=self._age(event["time"]))
+            self._page.show(event["step"], f"attempt {self._attempt}: {self._stage.describe()}")
         elif kind == "evaluation":
             self._stage.update(bits_per_byte=event["bits_per_byte"])
         elif kind == "save.committed":

@@ -4,6 +4,7 @@ import json
 import sqlite3
 
 import pytest
+from prefect.client.orchestration import get_client
 from prefect.exceptions import CancelledRun
 
 from data_prep.dataset import prepare as prepare_dataset
@@ -118,6 +119,22 @@ def test_from_text_to_a_version_and_again_everything_reused(home, config, ranks,
     assert (again.run_id, again.version, again.new_version, again.champion) == (first.run_id, "1", False, True)
     assert len(ranks.specs) == 1
     assert status_of(home, first.run_id) == "FINISHED"
+
+
+def test_the_flow_run_keeps_a_report(home, config, ranks, stages):
+    with get_client(sync_client=True) as client:
+        before = {artifact.id for artifact in client.read_artifacts()}
+        result = pretrain(config())
+        found = {a.key: a for a in client.read_artifacts() if a.id not in before}
+    assert set(found) == {"training", "loss", "summary", "stages"}
+    assert len({artifact.flow_run_id for artifact in found.values()}) == 1
+    assert float(found["training"].data) == 100.0
+    assert "step 12/12" in found["training"].description
+    assert [row["name"] for row in json.loads(found["stages"].data)] == [stage.name for stage in result.stages]
+    assert [row["step"] for row in json.loads(found["loss"].data)] == list(range(13))
+    assert f"Run `{result.run_id}`, step 12." in found["summary"].data
+    assert "## Loss" in found["summary"].data
+    assert "| 12 | 0.5000 |" in found["summary"].data
 
 
 def test_each_stage_is_a_flow_that_reuses_those_before_it(home, config, ranks, stages):

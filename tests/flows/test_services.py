@@ -17,7 +17,7 @@ import pytest
 from flows import services_file, services_process
 from flows.cli import execute
 from flows.embedded import EmbeddedServer
-from flows.services import Options, require_free_port, require_safe_host, serve
+from flows.services import Options, require_free_port, serve
 from flows.services_file import (
     ServiceRecord,
     ServicesDown,
@@ -31,6 +31,7 @@ from flows.services_file import (
     using_services,
     write_record,
 )
+from flows.services_login import require_safe_host
 from flows.services_marks import FLOW_RUN, SERVICE, UP, kill, mark_of, marked, top_flow_runs
 from flows.services_process import ServiceProcess, environment_of_services
 from flows.services_status import down, status
@@ -100,8 +101,27 @@ def test_servers_of_the_environment_are_not_started_again(home, monkeypatch, nam
 def test_an_open_host_needs_a_login(home, monkeypatch, host):
     with pytest.raises(ConfigError, match="PREFECT_SERVER_API_AUTH_STRING"):
         require_safe_host(host)
-    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "me:canary")
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "me:canary-in-a-cage")
     require_safe_host(host)
+
+
+@pytest.mark.parametrize(
+    ("login", "fault"),
+    [
+        ("canary", "is not of the form"),
+        (":canary-in-a-cage", "is not of the form"),
+        ("me:", "is not of the form"),
+        ("me:canary", "has a password of 6 characters"),
+        ("admin:password1234", "that everybody tries"),  # MLflow's own
+        ("admin:adminadminadmin", "that everybody tries"),
+        ("me:mememememememe", "that everybody tries"),
+    ],
+)
+def test_a_login_that_keeps_nobody_out_is_refused_and_not_repeated(home, monkeypatch, login, fault):
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", login)
+    with pytest.raises(ConfigError, match=fault) as refused:
+        require_safe_host("192.0.2.7")
+    assert login not in str(refused.value)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -117,18 +117,22 @@ class Up:
 
 
 @contextlib.contextmanager
-def started_up(lab: Lab, *arguments: str) -> Iterator[Up]:
-    """`headrace up` on the state folder of `lab`, live; ended with the block if it still runs, with all it started."""
+def started_up(lab: Lab, *arguments: str, command: Sequence[str] = COMMAND, folder: Path | None = None) -> Iterator[Up]:
+    """`headrace up` on the state folder of `lab`, live; ended with the block if it still runs, with all it started.
+
+    `command` is how headrace is called, and `folder` where; here by default.
+    """
     lab.folder.mkdir(parents=True, exist_ok=True)
     errors = lab.folder / f"up-{time.monotonic_ns()}.log"
     with errors.open("wb") as output:
         process = subprocess.Popen(
-            [*COMMAND, "up", "--port", "0", "--mlflow-port", "0", "--json", *arguments],
+            [*command, "up", "--port", "0", "--mlflow-port", "0", "--json", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=output,
             text=True,
             env=Up(lab, None, errors).env,  # type: ignore[arg-type] # only its environment
+            cwd=folder,
         )
     up = Up(lab, process, errors)
     try:

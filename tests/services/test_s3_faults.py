@@ -1,5 +1,6 @@
 """A real server that is wrong, busy, silent, killed or away: the stated outcome, in bounded time, in one sentence."""
 
+import json
 import random
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from headrace.errors import ConfigError, HeadraceError, NotFound, StorageUnavailable
 from headrace.s3_uploader import Uploader
 from headrace.storage import Storage
-from tests.headrace.s3_proxy import Proxy
+from tests.headrace.s3_proxy import Answer, Proxy
 from tests.services.fault_proxy import busy, drops, s3_error, silent
 from tests.services.rgw import Rgw
 
@@ -180,6 +181,40 @@ def test_an_expired_token_is_worth_another_try_with_new_credentials(rgw: Rgw, pr
     proxy.before = lambda method, path: None
     proxied.write_bytes("key", b"value")
     assert proxied.read_bytes("key") == b"value"
+
+
+def test_a_token_that_expires_during_an_upload_is_renewed(
+    rgw: Rgw, proxy: Proxy, proxied: Storage, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever makes the credentials is asked again, and the upload goes on with the parts that are missing."""
+    calls = tmp_path / "calls"
+    credentials = {"Version": 1, "AccessKeyId": rgw.access_key, "SecretAccessKey": rgw.secret_key}
+    script = tmp_path / "credentials.sh"
+    script.write_text(f"echo asked >> {calls}\necho '{json.dumps(credentials)}'\n", encoding="utf-8")
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = sh {script}\n", encoding="utf-8")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    sent, refused, asked = [], [], []
+
+    def expire(method: str, path: str) -> Answer | None:
+        if "partNumber=" not in path:
+            return None
+        asked.append(len(calls.read_text().splitlines()))
+        if len(sent) < 2:
+            sent.append(path)
+        elif asked[-1] == asked[0]:
+            refused.append(path)
+            return s3_error(400, "ExpiredToken")
+        return None
+
+    proxy.before = expire
+    proxied.upload(large, "large", until=time.monotonic() + 300, on_sent=lambda _: None)
+    assert refused
+    assert asked[-1] > asked[0]
+    proxied.get_file("large", tmp_path / "back")
+    assert same(large, tmp_path / "back")
+    assert unfinished(rgw, proxied) == []
 
 
 def test_a_missing_bucket(rgw: Rgw, s3_root: str):

@@ -43,6 +43,19 @@ def test_the_parent_shows_the_identity_once_and_the_dataset(space, run):
     assert source == space.storage.url(f"datasets/{DATASET.key}/manifest.json")
 
 
+def test_the_parent_says_what_it_is_and_keeps_what_people_wrote(space, run):
+    announce(space, run, make_request(), DATASET)
+    told = space.tracker.get_run(run.run_id).tags["mlflow.note.content"]
+    assert "trained from initial weights: 12 steps of" in told
+    assert f"dataset `{DATASET.key}`" in told
+    assert f"`{run.spec.run_key}`" in told
+    assert f"training.init_from=run:{run.run_id}@STEP" in told
+    assert space.storage.url(run.spec.run_prefix) in told
+    space.tracker.set_tags(run.run_id, {"mlflow.note.content": "The one for the paper."})
+    announce(space, run, make_request(), DATASET)
+    assert space.tracker.get_run(run.run_id).tags["mlflow.note.content"] == "The one for the paper."
+
+
 def test_bringing_up_to_date_twice_changes_nothing(space, run, ranks):
     ranks.ends = [6]
     with pytest.raises(Exception, match="killed"):
