@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flows.cli_checkpoints import checkpoints
 from flows.cli_health import register as register_health
 from flows.cli_services import register as register_services
+from flows.tables import print_table
 from headrace.errors import Cancelled, ConfigError, HeadraceError
 from headrace.terminal import Terminal, emit_json
 
@@ -37,6 +39,7 @@ app = typer.Typer(
 )
 runs = typer.Typer(help="What there is.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(runs, name="runs")
+app.add_typer(checkpoints, name="checkpoints")
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; `headrace init DATA` writes one.")]
 Sets = Annotated[
@@ -187,7 +190,7 @@ def runs_ls(as_json: Json = False) -> None:
         score = f"{line.bits_per_byte:.3f}" if line.bits_per_byte is not None else ""
         step = f"{line.step}/{line.steps}"
         rows.append([line.run_id, line.name, line.status, step, str(line.attempts), score, line.model or ""])
-    _table(rows)
+    print_table(rows)
 
 
 @runs.command("show")
@@ -271,13 +274,6 @@ def _load(config: Path, sets: list[str] | None) -> "PipelineConfig":
     from flows.config import load_config
 
     return load_config(config, tuple(sets or ()))
-
-
-def _table(rows: list[list[str]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        sys.stdout.write("  ".join(cells).rstrip() + "\n")
 
 
 def execute(arguments: list[str]) -> int:

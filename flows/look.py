@@ -28,6 +28,17 @@ MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<vers
 
 
 @dataclass(frozen=True)
+class RunPlace:
+    """Where a run lies."""
+
+    run_id: str
+    name: str
+    storage: Storage
+    prefix: str
+    """Storage key of its artifact root."""
+
+
+@dataclass(frozen=True)
 class RunLine:
     """One run in one line."""
 
@@ -119,6 +130,17 @@ def find_run(name: str) -> tuple[Tracker, RunRecord]:
     return tracker, found[0]
 
 
+def find_place(name: str) -> RunPlace:
+    """Where the run lies that `find_run` finds; raises InputError."""
+    return _named_place(find_run(name)[1])
+
+
+def every_place() -> list[RunPlace]:
+    """Where each run lies, oldest first."""
+    tracker = connect()
+    return [_named_place(record) for record in _records(tracker)] if tracker else []
+
+
 def model_folder(model: str) -> Path:
     """A local folder with the model: from a folder, `models:/NAME@ALIAS`, a run's id, or a registered name.
 
@@ -199,6 +221,10 @@ def _place(record: RunRecord) -> tuple[Storage, str]:
     if not separator:
         raise HeadraceError(f"The run {record.run_id} keeps its files at {record.artifact_root}: no headrace store.")
     return Storage.open(root), f"runs/{record.run_id}/{below}"
+
+
+def _named_place(record: RunRecord) -> RunPlace:
+    return RunPlace(record.run_id, record.name, *_place(record))
 
 
 def _line(record: RunRecord) -> RunLine:

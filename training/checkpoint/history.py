@@ -69,12 +69,12 @@ def read_history(
         restore=next((record.restore for record in attempts if record.attempt == newest), None),
         not_after=rewind.last_good_step if rewind else None,
         rewind_batches=run.stability.rewind_batches,
-        references=(*_exports(storage, run.run_prefix, memory), *_forks(storage, run.run_id, memory)),
+        references=references_to(storage, run.run_prefix, run.run_id, memory),
     )
     measured = _scores(storage, run, newest) if scores else {}
     saved: list[Saved] = []
     leftovers: list[Leftover] = []
-    for (step, attempt, prefix), sizes in _folders(storage, run.run_prefix).items():
+    for (step, attempt, prefix), sizes in folders_of(storage, run.run_prefix).items():
         num_bytes = sum(sizes.values())
         if f"{prefix}/{COMMIT_NAME}" not in sizes:
             leftovers.append(Leftover(step, attempt, prefix, num_bytes))
@@ -96,7 +96,15 @@ def read_history(
     return replace(history, saved=tuple(saved), leftovers=tuple(leftovers))
 
 
-def _folders(storage: Storage, run_prefix: str) -> dict[tuple[int, int, str], dict[str, int]]:
+def references_to(
+    storage: Storage, run_prefix: str, run_id: str, memory: Memory | None = None
+) -> tuple[Reference, ...]:
+    """Who counts on which checkpoint of a run; raises DamagedData when that cannot be read."""
+    memory = memory or Memory()
+    return (*_exports(storage, run_prefix, memory), *_forks(storage, run_id, memory))
+
+
+def folders_of(storage: Storage, run_prefix: str) -> dict[tuple[int, int, str], dict[str, int]]:
     """Sizes of the files of every checkpoint's folder, newest step first; other keys below are not ours."""
     folders: dict[tuple[int, int, str], dict[str, int]] = {}
     for key, size in storage.sizes(f"{run_prefix}/checkpoints").items():

@@ -71,14 +71,16 @@ def read_tensors(
     storage: Storage, prefix: str, commit: Commit, *, wanted: Callable[[str], bool] | None = None
 ) -> dict[str, Tensor]:
     """Whole tensors of a checkpoint (those `wanted` by name) on CPU, without any process group; raises DamagedData."""
-    tensors = {}
-    for name, item in read_metadata(storage, prefix, commit).items():
-        if wanted is None or wanted(name):
-            tensor = torch.empty(item.shape, dtype=item.dtype)
-            for chunk in item.chunks:
-                _part(tensor, chunk.offsets, chunk.sizes).copy_(read_chunk(storage, prefix, name, chunk, item.dtype))
-            tensors[name] = tensor
-    return tensors
+    items = read_metadata(storage, prefix, commit).items()
+    return {name: read_tensor(storage, prefix, name, item) for name, item in items if wanted is None or wanted(name)}
+
+
+def read_tensor(storage: Storage, prefix: str, name: str, item: Item) -> Tensor:
+    """One whole tensor, put together from its chunks; raises DamagedData."""
+    tensor = torch.empty(item.shape, dtype=item.dtype)
+    for chunk in item.chunks:
+        _part(tensor, chunk.offsets, chunk.sizes).copy_(read_chunk(storage, prefix, name, chunk, item.dtype))
+    return tensor
 
 
 def require_fit(items: Mapping[str, Item], tensors: Mapping[str, Tensor], where: str) -> None:

@@ -54,14 +54,15 @@ def export(spec: ExportSpec) -> Commit:
     checkpoint = open_checkpoint(storage, run.run_prefix, spec.checkpoint)
     require_same_run(run, checkpoint)
     body = _body(spec, run, checkpoint)
-    existing = read_commit(storage, spec.target, kind=COMMIT_KIND)
+    out = Storage.open(spec.target_root) if spec.target_root else storage
+    existing = read_commit(out, spec.target, kind=COMMIT_KIND)
     if existing is not None:
-        return _same(storage, spec, existing, body)
+        return _same(out, spec, existing, body)
 
     fault_point("export.begun", step=checkpoint.step)
-    files = _write_files(storage, spec, run, checkpoint)
+    files = _write_files(storage, out, spec, run, checkpoint)
     fault_point("export.files_written", step=checkpoint.step)
-    return write_commit(storage, spec.target, kind=COMMIT_KIND, body=body, files=files)
+    return write_commit(out, spec.target, kind=COMMIT_KIND, body=body, files=files)
 
 
 def _body(spec: ExportSpec, run: RunSpec, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -88,18 +89,20 @@ def _same(storage: Storage, spec: ExportSpec, existing: Commit, body: dict[str, 
     return existing
 
 
-def _write_files(storage: Storage, spec: ExportSpec, run: RunSpec, checkpoint: Checkpoint) -> dict[str, FileEntry]:
+def _write_files(
+    storage: Storage, out: Storage, spec: ExportSpec, run: RunSpec, checkpoint: Checkpoint
+) -> dict[str, FileEntry]:
     """Store every file of the folder; nothing refers to them before the commit."""
     dataset = open_dataset(storage, run.dataset_key)
     files = {}
     for name, data in {**_documents(spec, run, dataset), **_extra(spec)}.items():
-        storage.write_bytes(f"{spec.target}/{name}", data)
+        out.write_bytes(f"{spec.target}/{name}", data)
         files[name] = FileEntry.of_bytes(data)
     with tempfile.TemporaryDirectory(prefix="headrace-export-") as folder:
         path = Path(folder) / WEIGHTS_NAME
         save_file(_weights(storage, spec, run, checkpoint), path, metadata={"format": "pt"})
         files[WEIGHTS_NAME] = FileEntry.of_file(path)
-        storage.put_file(path, f"{spec.target}/{WEIGHTS_NAME}")
+        out.put_file(path, f"{spec.target}/{WEIGHTS_NAME}")
     return files
 
 

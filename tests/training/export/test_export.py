@@ -166,6 +166,19 @@ def test_the_same_export_again_writes_nothing(store):
         export(spec_of(store, checkpoint={"attempt": 1, "step": 1}))
 
 
+def test_an_export_to_another_place_leaves_nothing_in_the_store(store, tmp_path):
+    before = sorted(store.rglob("*"))
+    spec = spec_of(store, target="model", target_root=str(tmp_path / "elsewhere"), extra_files={})
+    commit = export(spec)
+    assert sorted(store.rglob("*")) == before
+    model, parameters = load_hf_dir(tmp_path / "elsewhere" / "model")
+    assert model == RUN.model
+    assert torch.equal(parameters["embed.weight"], decoder_of(store).state_dict()["embed.weight"])
+    assert export(spec) == commit
+    with pytest.raises(CommitConflict, match="choose an empty folder"):
+        export(spec.model_copy(update={"checkpoint": RestorePoint(attempt=1, step=1)}))
+
+
 @pytest.mark.parametrize("point", ["export.begun", "export.files_written"])
 def test_an_export_that_was_interrupted_does_not_exist_and_can_be_made_again(store, tmp_path, monkeypatch, point):
     storage = Storage.open(store)
