@@ -33,6 +33,7 @@ from training.checkpoint.checkpointer import AsyncCheckpointer
 from training.evaluation.evaluate import evaluate
 from training.evaluation.spec import EvalSpec
 from training.health.rewind import RewindRequest, write_rewind
+from training.launch.stacks import offer_stacks
 from training.loop import Outcome, Training, train
 from training.model.init import load_weights
 from training.optim.adamw import build_adamw
@@ -65,6 +66,7 @@ def main() -> NoReturn:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     spec = read_attempt(Path(sys.argv[1]))
+    offer_stacks(spec, rank)
     result = run_rank(spec, rank, stop)
     leave(spec, result)
 

@@ -26,9 +26,10 @@ from types import FrameType
 from headrace import faults
 from headrace.process import become_subreaper, descendants, kill_descendants, start_time
 from training.launch.diagnosis import AttemptOutcome, diagnose, memory_kills, read_exits, read_results
-from training.launch.hang import HangDetector
+from training.launch.hang import Hang, HangDetector
 from training.launch.machine import FILE_NAME as MACHINE_NAME
 from training.launch.machine import MachineLog
+from training.launch.stacks import collect_stacks, stack_path, tell_stacks
 from training.run_spec import AttemptSpec, read_attempt
 
 logger = logging.getLogger(__name__)
@@ -125,14 +126,21 @@ class Agent:
                 return _failed("ParentEnded", "The process that launched the attempt ended.")
             self._record_processes()
             if hang := self._detector.look(time.monotonic()):
-                step = hang.beat.step if hang.beat else None
-                return _failed("Hang", hang.describe(), rank=hang.rank, step=step)
+                return self._hung(hang)
             newest = max((beat.step for beat in self._detector.beats().values()), default=0)
             self._machine.look(time.monotonic(), newest)
             if self._stop_since is not None and (stopped := self._pass_on_stop(torchrun.pid)):
                 return stopped
             time.sleep(POLL_SECONDS)
         return None
+
+    def _hung(self, hang: Hang) -> AttemptOutcome:
+        """The verdict on a hang, with what every rank was doing."""
+        stacks = collect_stacks(self._spec, {rank: beat.pid for rank, beat in self._detector.beats().items()})
+        message = " ".join(part for part in (hang.describe(), tell_stacks(stacks, hang.rank)) if part)
+        if stacks:
+            message += f" Stacks: {stack_path(self._spec, hang.rank).parent}"
+        return _failed("Hang", message, rank=hang.rank, step=hang.beat.step if hang.beat else None)
 
     def _pass_on_stop(self, torchrun_pid: int) -> AttemptOutcome | None:
         """Ask the ranks to save and end; give the verdict when they cannot, or do not within the grace time."""

@@ -133,6 +133,11 @@ def _publish_leftovers(storage: Storage, spec: AttemptSpec, outcome: AttemptOutc
             fields = outcome.model_dump(include={"step", "rank", "error_kind", "message"})
             writer.append("attempt.ended", outcome=outcome.kind, **fields)
         writer.publish(storage, spec.run.run_prefix)
+        for path in sorted((spec.work_path / "stacks").glob("rank-*.txt")):
+            if path.stat().st_size:
+                storage.write_bytes(
+                    f"{spec.run.run_prefix}/stacks/attempt-{spec.attempt:04d}/{path.name}", path.read_bytes()
+                )
     except HeadraceError as error:
         # Everything up to the newest commit was published before it; a run does not fail for the rest.
         logger.warning("The last events of attempt %d could not be stored: %s", spec.attempt, error)

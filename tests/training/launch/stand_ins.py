@@ -10,6 +10,7 @@ leaves its id in `pids/`.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.process import pid_alive, set_parent_death_signal
+from training.launch.stacks import offer_stacks
+from training.run_spec import read_attempt
 
 MODULE = "tests.training.launch.stand_ins"
 BEAT_SECONDS = 0.02
@@ -76,6 +79,7 @@ class Rank:
         set_parent_death_signal(signal.SIGKILL)
         leave_pid(self.work_dir, f"rank-{self.number}")
         signal.signal(signal.SIGTERM, self.stop)
+        offer_stacks(read_attempt(self.work_dir / "attempt.json"), self.number)
         self.beat("start")
         act = self.act["act"]
         while self.step < self.act["after"] or act == "wait":
@@ -149,6 +153,11 @@ class Rank:
     def hang(self) -> None:
         while True:
             time.sleep(1)
+
+    def grip(self) -> None:
+        """Hang in a call of C that does not let go of the interpreter."""
+        while True:
+            ctypes.PyDLL(None).sleep(600)
 
     def breed(self) -> None:
         """Start a process that wants to outlive everything, and hang."""

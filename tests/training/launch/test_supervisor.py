@@ -119,12 +119,24 @@ def test_an_error_that_a_retry_cannot_cure_keeps_its_kind(prepare):
     assert type(outcome.model_copy(update={"error_kind": "Unheard"}).error()) is Terminal
 
 
-@pytest.mark.parametrize("act", ["freeze", "breed"])
+WHERE = {
+    "freeze": "Rank 1 does not answer: it is stopped, or stuck in the kernel. Rank 0 is in run (",
+    "breed": "Rank 1 is in hang (",
+    "grip": "Rank 1 is in grip (",
+}
+
+
+@pytest.mark.parametrize("act", list(WHERE))
 def test_a_silent_rank_is_a_hang_and_everything_is_ended(prepare, act):
     spec = prepare({0: {"act": "wait"}, 1: {"act": act, "after": 8}}, hang_timeout_seconds=1.0)
     outcome = run(spec)
     assert (outcome.kind, outcome.error_kind, outcome.rank, outcome.step) == ("failed", "Hang", 1, 8)
     assert outcome.message.startswith("Rank 1 hangs in phase 'forward_backward' after step 8: silent for 1 s")
+    assert WHERE[act] in outcome.message
+    if act != "freeze":
+        assert "; rank 0 is in run (" in outcome.message
+        stored = Storage.open(spec.storage_root).read_bytes(f"{spec.run.run_prefix}/stacks/attempt-0001/rank-1.txt")
+        assert f"in {WHERE[act].split()[4]}".encode() in stored
     if act == "breed":
         assert "child-1" in pids_of(spec)
 

@@ -88,3 +88,19 @@ def test_an_error_of_all_ranks_is_told_once_and_not_tried_again(text_dataset, tm
 def test_torchrun_ends_at_once_when_its_parent_is_gone_already(tmp_path):
     command = [sys.executable, "-m", "training.torchrun", str(os.getppid()), str(tmp_path / "failures.json"), "--help"]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_hang_names_the_call_in_which_the_odd_rank_is(text_dataset, tmp_path, monkeypatch):
+    """Rank 1 sleeps in a step; rank 0 waits for it in a collective, and must not be taken for the cause."""
+    hang = {"point": "step.middle", "step": 8, "rank": 1, "action": "sleep", "seconds": 600}
+    monkeypatch.setenv("HEADRACE_FAULTS", plan_faults(tmp_path / "faults", hang))
+    run = run_of(text_dataset, "9", training={"steps": 20}, launch={"hang_timeout_seconds": 8.0})
+    spec, outcome = launch(text_dataset, run, tmp_path)
+    assert (outcome.kind, outcome.error_kind, outcome.step) == ("failed", "Hang", 7)
+    assert " Rank 1 is in _fire (" in outcome.message
+    assert "; rank 0 is in " in outcome.message
+    storage = Storage.open(text_dataset.root)
+    stored = storage.read_bytes(f"{run.run_prefix}/stacks/attempt-{spec.attempt:04d}/rank-1.txt").decode()
+    assert "in fault_point" in stored
+    assert "in train" in stored
