@@ -206,6 +206,22 @@ def export_checkpoint(
     return {"run_id": place.run_id, "attempt": checkpoint.attempt, **report, "target": str(target)}
 
 
+def replay_step(place: RunPlace, step: int, terminal: Terminal) -> dict[str, Any]:
+    """Do a step of a run again in one process. Raises InputError for a step that the run never made."""
+    document = {"storage_root": place.storage.root_url, "run_id": place.run_id, "step": step}
+    with terminal.stage("replay", unit="step") as stage:
+
+        def on_report(report: dict[str, Any]) -> None:
+            if "step" in report:
+                stage.update(report["step"])
+
+        report = run_module(
+            "training.replay", document, folder=work_path() / place.run_id / "replay", on_report=on_report
+        )
+        stage.conclude(f"steps {report['start'] + 1} to {step}")
+    return report
+
+
 def compare_checkpoints(first: str, second: str, terminal: Terminal) -> dict[str, Any]:
     """Compare RUN@STEP with RUN@STEP. Raises InputError when one does not exist, DamagedData when one is damaged."""
     with terminal.waiting("Looking for the two checkpoints ..."):

@@ -1,10 +1,11 @@
-"""The commands `goodput` and `doctor`."""
+"""The commands `goodput`, `doctor` and `replay`: what a run did, and whether it was right."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.tables import print_table
 from headrace.terminal import Terminal, emit_json
 
 if TYPE_CHECKING:
@@ -14,6 +15,11 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, the beginn
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; everything else on stderr.")]
 
 WAITING = "Reading the run's events ..."
+
+REPLAY_TOLERANCE = 1e-5
+"""Relative: sums over ranks and micro-batches are made in another order than in the run."""
+
+SHOWN_STEPS = 20
 
 
 def goodput(
@@ -94,7 +100,50 @@ def doctor(run: Run, as_json: Json = False) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
 
 
+def replay(
+    run: Run,
+    step: Annotated[int, typer.Option("--step", min=1, help="The step to do again.")],
+    as_json: Json = False,
+) -> None:
+    """Do one step of a run again, in one process, and compare it with what was logged; exit code 1 when it differs.
+
+    It begins at the newest checkpoint before the step, and writes nothing to the run.
+
+    \b
+    headrace replay quickstart --step 100
+    headrace replay 3f2a --step 100 --json
+    """
+    from flows.checkpoints import replay_step
+    from flows.look import find_place
+    from flows.services_file import using_services
+
+    terminal = Terminal(json=as_json)
+    with using_services(), terminal.waiting(WAITING):
+        place = find_place(run)
+    report = replay_step(place, step, terminal)
+    same = report["largest_difference"] <= REPLAY_TOLERANCE
+    if as_json:
+        emit_json({"run_id": place.run_id, "tolerance": REPLAY_TOLERANCE, "equal": same, **report})
+    else:
+        rows = [["step", "first sample", "loss", "logged", "grad norm", "logged"]]
+        rows += [
+            [
+                *(str(done["step"]), str(done["first_sample"])),
+                *(f"{done[name]:.9g}" for name in ("loss", "logged_loss", "grad_norm", "logged_grad_norm")),
+            ]
+            for done in report["steps"][-SHOWN_STEPS:]
+        ]
+        print_table(rows)
+        how = "equal" if same else "NOT equal"
+        sys.stdout.write(
+            f"{how}: largest relative difference {report['largest_difference']:.1e}, {REPLAY_TOLERANCE:g} is allowed\n"
+        )
+    if not same:
+        raise typer.Exit(1)
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     app.command()(goodput)
     app.command()(doctor)
+    app.command()(replay)

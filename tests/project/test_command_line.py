@@ -33,6 +33,7 @@ COMMANDS = {
     "down": {"--json"},
     "goodput": {"RUN", "--price", "--json"},
     "doctor": {"RUN", "--json"},
+    "replay": {"RUN", "--step", "--json"},
 }
 
 
