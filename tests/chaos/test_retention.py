@@ -45,7 +45,9 @@ def test_the_command_killed_while_it_deletes(new_lab: Callable[[str], Lab]) -> N
     expected = clean.run_to_the_end()
     assert final_tensors(broken.storage, result["run_id"]) == final_tensors(clean.storage, expected["run_id"])
     assert result["evaluation"] == expected["evaluation"]
-    assert commits(broken, result) == [STEPS, STEPS - SAVE_EVERY]
+    kept = commits(broken, result)
+    assert len(kept) == 2, "what ranks save when their flow is gone may lie between two due saves"
+    assert kept[0] == STEPS
     assert commits(clean, expected) == list(range(STEPS, 0, -SAVE_EVERY))
 
     broken.plan()

@@ -375,6 +375,15 @@ def one_by_one(storage, after_each, shuffled):
     store.delete, store.delete_prefix = delete, delete_prefix
 
 
+def test_a_commit_object_goes_before_everything_else_of_its_folder(five):
+    left = [set(five.list(f"{RUN.run_prefix}/checkpoints"))]
+    one_by_one(five, lambda: left.append(set(five.list(f"{RUN.run_prefix}/checkpoints"))), random.Random(1))
+    collect(five)
+    gone = [(before - after).pop() for before, after in itertools.pairwise(left) if before != after]
+    assert [short(key.rpartition("/")[0]) for key in gone] == ["1/10", "1/10", "1/20", "1/20", "1/30", "1/30"]
+    assert [key.rpartition("/")[2] for key in gone] == ["COMMIT.json", "rank-0000.bin"] * 3
+
+
 POLICIES = st.builds(
     lambda last, every: POLICY.model_copy(update={"keep_last": last, "keep_every": every}),
     st.integers(2, 4),
