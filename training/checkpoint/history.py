@@ -150,7 +150,7 @@ def _read_back(
 def _set_aside_by(storage: Storage, prefix: str, sizes: dict[str, int]) -> int | None:
     if f"{prefix}/{DAMAGED_NAME}" not in sizes:
         return None
-    return int(storage.read_json(f"{prefix}/{DAMAGED_NAME}")["found_by_attempt"])
+    return int(_field(storage, f"{prefix}/{DAMAGED_NAME}", "found_by_attempt"))
 
 
 def _scores(storage: Storage, run: RunSpec, newest_attempt: int) -> dict[tuple[int, int], float]:
@@ -170,15 +170,14 @@ def _exports(storage: Storage, run_prefix: str, memory: Memory) -> list[Referenc
     for name in storage.children(f"{run_prefix}/exports"):
         key = f"{run_prefix}/exports/{name}"
         if key not in memory.exports:
-            document = storage.read_json(key)
-            commit = read_commit(storage, str(document["prefix"]), kind=EXPORT_KIND)
+            commit = read_commit(storage, str(_field(storage, key, "prefix")), kind=EXPORT_KIND)
             if commit is None:
                 continue  # being made, from the newest checkpoint of a finished run, which stays anyway
             attempt = commit.body.get("attempt")
             memory.exports[key] = Reference(
                 step=int(commit.body["step"]),
                 attempt=int(attempt) if attempt is not None else None,
-                reason=f"exported as model {document['model_id']}",
+                reason=f"exported as model {_field(storage, key, 'model_id')}",
             )
         found.append(memory.exports[key])
     return found
@@ -199,8 +198,16 @@ def _forks(storage: Storage, run_id: str, memory: Memory) -> list[Reference]:
 def _origin(storage: Storage, run_id: str, memory: Memory) -> str | None:
     if run_id not in memory.origins:
         try:
-            document = storage.read_json(f"runs/{run_id}/artifacts/run.json")
+            training = _field(storage, f"runs/{run_id}/artifacts/run.json", "training")
         except NotFound:
             return None  # not written yet
-        memory.origins[run_id] = document.get("training", {}).get("init_from")
+        memory.origins[run_id] = training.get("init_from")
     return memory.origins[run_id]
+
+
+def _field(storage: Storage, key: str, name: str) -> Any:
+    """One field of a stored document; raises DamagedData when it has none, as deleting needs to know for sure."""
+    document = storage.read_json(key)
+    if not isinstance(document, dict) or name not in document:
+        raise DamagedData(f"{storage.url(key)} has no field {name!r}; it was changed, or is of another version.")
+    return document[name]

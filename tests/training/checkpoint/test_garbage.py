@@ -149,6 +149,15 @@ def test_a_run_whose_document_cannot_be_read_may_be_a_fork(five, document):
         look(five, RUN, POLICY)
 
 
+@pytest.mark.parametrize(
+    "key", [f"{RUN.run_prefix}/exports/k.json", f"{folder(1, 20)}/DAMAGED.json", f"runs/{'c' * 32}/artifacts/run.json"]
+)
+def test_a_document_without_what_it_should_say_stops_everything(five, key):
+    five.write_json(key, {"other": 1})
+    with pytest.raises(DamagedData, match="has no field"):
+        look(five, RUN, POLICY)
+
+
 def test_a_fork_never_touches_its_source(storage):
     claim(storage, 1)
     for step in (10, 20, 30):
