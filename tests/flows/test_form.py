@@ -18,7 +18,7 @@ REQUIRED = {
 }
 UNIT = (
     r"\b(steps?|tokens?|bytes|sequences?|seconds?|ranks?|processes|machines|saves|attempts|buckets|share|threads|blocks|"
-    r"heads|width|rows|seed|decay|rate|norm|base|added|number)\b"
+    r"heads|checkpoints|batches|deviations|width|rows|seed|decay|rate|norm|base|added|number)\b"
 )
 
 
