@@ -223,7 +223,10 @@ def load_json(storage: Storage, key: str) -> bytes:
         raise DamagedData(f"{storage.url(prefix)} has no commit, but a dataset names this tokenizer.")
     data = storage.read_bytes(f"{prefix}/{FILE_NAME}")
     if sha256_bytes(data) != commit.files[FILE_NAME].sha256:
-        raise DamagedData(f"{storage.url(f'{prefix}/{FILE_NAME}')} is not the file that was committed there.")
+        raise DamagedData(
+            f"{storage.url(f'{prefix}/{FILE_NAME}')} is not the file that was committed there. "
+            f"Bring it back from a copy, or move {storage.url(prefix)} away and run again: the same text gives it."
+        )
     return data
 
 

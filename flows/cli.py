@@ -191,6 +191,9 @@ def runs_ls(as_json: Json = False) -> None:
         step = f"{line.step}/{line.steps}"
         rows.append([line.run_id, line.name, line.status, step, str(line.attempts), score, line.model or ""])
     print_table(rows)
+    for line in found:
+        if line.problem is not None:
+            Terminal().note(f"{line.run_id}: {line.problem}")
 
 
 @runs.command("show")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.environment import work_path
-from headrace.errors import HeadraceError, InputError, NotFound
+from headrace.errors import DamagedData, HeadraceError, InputError, NotFound
 from headrace.events import read_events
 from headrace.registry import Registry, VersionRecord
 from headrace.storage import Storage
@@ -52,6 +52,8 @@ class RunLine:
     bits_per_byte: float | None
     model: str | None
     """Registered version, as name/version."""
+    problem: str | None = None
+    """Why the rest is not known; the status is DAMAGED then."""
 
 
 def connect() -> Tracker | None:
@@ -64,7 +66,7 @@ def connect() -> Tracker | None:
 def list_runs() -> list[RunLine]:
     """Every run, newest first."""
     tracker = connect()
-    return [_line(record) for record in reversed(_records(tracker))] if tracker else []
+    return [_line_or_problem(record) for record in reversed(_records(tracker))] if tracker else []
 
 
 def show_run(name: str) -> dict[str, Any]:
@@ -107,6 +109,12 @@ def examine_run(name: str) -> tuple[RunRecord, list[Finding]]:
     """What is wrong with a run, the gravest first."""
     _, record = find_run(name)
     storage, prefix = _place(record)
+    try:
+        read_run(storage, record.run_id)
+    except DamagedData as error:
+        return record, [Finding("damaged document", (str(error),), "")]
+    except NotFound:
+        return record, [Finding("never started", (), "Give the command again; it was killed before it began.")]
     attempts = read_attempts(storage, prefix)
     findings = examine(
         attempts,
@@ -225,6 +233,14 @@ def _place(record: RunRecord) -> tuple[Storage, str]:
 
 def _named_place(record: RunRecord) -> RunPlace:
     return RunPlace(record.run_id, record.name, *_place(record))
+
+
+def _line_or_problem(record: RunRecord) -> RunLine:
+    """One damaged run does not hide the others."""
+    try:
+        return _line(record)
+    except DamagedData as error:
+        return RunLine(record.run_id, record.name, "DAMAGED", 0, 0, 0, "", None, None, problem=str(error))
 
 
 def _line(record: RunRecord) -> RunLine:

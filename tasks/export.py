@@ -10,7 +10,7 @@ from typing import Literal
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from headrace.commit import Commit, read_commit
+from headrace.commit import Commit, check_files, read_commit
 from headrace.errors import DamagedData, NotFound
 from headrace.mlmodel import mlmodel_document
 from headrace.registry import ModelRecord, Registry
@@ -59,8 +59,11 @@ def export(space: Workspace, run: Run, training: TrainResult, dtype: ExportType)
         model = _logged_model(space, run, key)
         prefix = key_below(space.storage, model.location)
         commit = read_commit(space.storage, prefix, kind=COMMIT_KIND)
-        reused = commit is not None and model.ready
-        if commit is None:
+        damage = _damage(space, prefix, commit)
+        if damage:
+            stage.note(f"{damage} The export is written again, from the checkpoint of step {checkpoint.step}.")
+        reused = commit is not None and model.ready and not damage
+        if commit is None or damage:
             spec = ExportSpec(
                 storage_root=space.storage.root_url,
                 run_id=run.run_id,
@@ -79,6 +82,17 @@ def export(space: Workspace, run: Run, training: TrainResult, dtype: ExportType)
         size = sum(entry.size for entry in commit.files.values())
         stage.conclude(f"{'reused' if reused else 'written'}: {len(commit.files)} files, {size / 1e6:.1f} MB")
         return ExportResult(key, model, prefix, commit, checkpoint.step, reused)
+
+
+def _damage(space: Workspace, prefix: str, commit: Commit | None) -> str:
+    """What is wrong with the files of a commit: with their bytes in a folder, with their sizes on a remote store."""
+    if commit is None:
+        return ""
+    try:
+        check_files(space.storage, prefix, commit, content=space.storage.local_path(prefix) is not None)
+    except DamagedData as error:
+        return str(error)
+    return ""
 
 
 def _logged_model(space: Workspace, run: Run, key: str) -> ModelRecord:

@@ -34,6 +34,8 @@ NAME_TAG = "headrace.name"
 SCORE_TAG = "headrace.bits_per_byte"
 VERSION_TAG = "headrace.version"
 
+MADE_AGAIN = "Move it away and give the run's command again: it is written anew, and the run goes on."
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -227,8 +229,10 @@ def read_run(storage: Storage, run_id: str) -> RunSpec:
     key = f"runs/{run_id}/artifacts/run.json"
     try:
         return RunSpec.model_validate(storage.read_json(key))
+    except DamagedData as error:
+        raise DamagedData(f"{error} {MADE_AGAIN}") from error
     except ValidationError as error:
-        raise DamagedData(f"{storage.url(key)} is not the document of a run: {error}") from error
+        raise DamagedData(f"{storage.url(key)} is not the document of a run: {error} {MADE_AGAIN}") from error
 
 
 def _related_run(space: Workspace, request: RunRequest, record: RunRecord) -> str | None:

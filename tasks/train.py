@@ -140,6 +140,9 @@ def _run_attempt(
         # Before the next attempt is claimed: what it starts from is chosen among checkpoints that stay.
         keeper.close(RETENTION_SECONDS if status == "FINISHED" else 0.0)
         _close(space, mirror, status)
+    if outcome.kind == "finished" and (signals.asked or session.should_stop()):
+        # The request came with the last step: what was asked to stop is the command, not only this stage.
+        raise Cancelled(f"{outcome.message} Stopped before the next stage; the same command continues from there.")
     if outcome.kind == "stopped":
         raise Cancelled(f"{outcome.message} The same command continues from there.")
     error = outcome.error()

@@ -167,3 +167,20 @@ def test_the_account_and_the_verdict_of_a_run_come_from_the_store(registered):
     assert findings[0].verdict == "finished"
     with pytest.raises(InputError, match="no run 'nobody'"):
         examine_run("nobody")
+
+
+def test_one_damaged_run_does_not_hide_the_others(space, registered, ranks):
+    run, _ = registered
+    other = resolve_run(space, make_request(name="other", identity={"name": "other"}), DATASET)
+    space.storage.write_bytes(f"{other.spec.run_prefix}/run.json", b"")
+    lines = {line.run_id: line for line in list_runs()}
+    assert lines[run.run_id].problem is None
+    assert lines[other.run_id].status == "DAMAGED"
+    assert "Move it away and give the run's command again" in lines[other.run_id].problem
+    (finding,) = examine_run(other.run_id)[1]
+    assert finding.verdict == "damaged document"
+    space.storage.local_path(f"{other.spec.run_prefix}/run.json").unlink()
+    assert examine_run(other.run_id)[1][0].verdict == "never started"
+    again = resolve_run(space, make_request(name="other", identity={"name": "other"}), DATASET)
+    assert again.run_id == other.run_id
+    assert examine_run(other.run_id)[1][0].verdict == "never started"  # for want of an attempt

@@ -53,6 +53,22 @@ def test_it_is_found_again(space, run, training, stages):
     assert len(models(space, run)) == 1
 
 
+@pytest.mark.parametrize("damage", ["a byte", "a cut", "a loss"])
+def test_an_export_that_was_damaged_is_written_again(space, run, training, stages, damage):
+    first = export.fn(space, run, training, "float32")
+    weights = space.storage.local_path(f"{first.prefix}/model.safetensors")
+    whole = weights.read_bytes()
+    if damage == "a loss":
+        weights.unlink()
+    else:
+        weights.write_bytes(whole[:-1] + b"?" if damage == "a byte" else whole[:-1])
+    again = export.fn(space, run, training, "float32")
+    assert not again.reused
+    assert (again.model.model_id, again.commit) == (first.model.model_id, first.commit)
+    assert weights.read_bytes() == whole
+    assert export.fn(space, run, training, "float32").reused
+
+
 def test_another_type_is_another_export(space, run, training, stages):
     first = export.fn(space, run, training, "float32")
     second = export.fn(space, run, training, "bfloat16")

@@ -1,5 +1,7 @@
 """The class of an error says whether another try is worth it."""
 
+from types import SimpleNamespace
+
 import pytest
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Crashed, Failed
@@ -31,6 +33,15 @@ from tasks.train import train
 )
 def test_the_class_of_the_error_decides(error, again):
     assert worth_another_try(None, None, Failed(data=error)) is again
+
+
+@pytest.mark.parametrize(("stage", "told"), [(export, 1), (train, 0)])
+def test_a_stage_that_is_tried_again_says_why(stage, told, monkeypatch):
+    notes = []
+    monkeypatch.setattr("tasks.policy.terminal", lambda: SimpleNamespace(note=notes.append))
+    worth_another_try(stage, None, Failed(data=errors.AttemptFailed("Killed by SIGKILL.")))
+    worth_another_try(stage, None, Failed(data=errors.Terminal("The end.")))
+    assert notes == [f"{stage.name}: Killed by SIGKILL. Trying again."] * told
 
 
 def test_only_an_error_is_worth_another_try():

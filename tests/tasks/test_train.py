@@ -117,6 +117,14 @@ def test_a_stop_from_outside_is_saved_and_resumable(space, run, ranks):
     assert attempts_in_mlflow(space, run) == {1: "KILLED"}
 
 
+def test_a_stop_that_comes_with_the_last_step_stops_the_command(space, run, ranks):
+    """Nothing of the training is lost, and the next stage does not begin."""
+    asked = iter([False] * 12 + [True])  # once before each step, and when all are done
+    with pytest.raises(Cancelled, match="Stopped before the next stage"):
+        train.fn(space, run, TrainingSession(should_stop=lambda: next(asked)))
+    assert train.fn(space, run, TrainingSession()).reused
+
+
 def test_should_stop_is_asked_while_the_attempt_runs(space, run, ranks):
     asked = []
 

@@ -117,7 +117,10 @@ def verify_folder(folder: Path) -> None:
     storage = Storage.open(folder.parent)
     commit = read_commit(storage, folder.name, kind=COMMIT_KIND)
     assert commit is not None
-    check_files(storage, folder.name, commit, content=True)
+    try:
+        check_files(storage, folder.name, commit, content=True)
+    except DamagedData as error:
+        raise DamagedData(f"{error} `headrace run` with the config of its run writes the export again.") from error
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

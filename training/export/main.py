@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from data_prep.dataset import Dataset, open_dataset
-from headrace.commit import Commit, FileEntry, read_commit, write_commit
+from headrace.commit import Commit, FileEntry, check_files, read_commit, write_commit
 from headrace.errors import CommitConflict, ConfigError, DamagedData, HeadraceError, InputError
 from headrace.faults import fault_point
 from headrace.storage import Storage, json_document
@@ -57,7 +57,7 @@ def export(spec: ExportSpec) -> Commit:
     out = Storage.open(spec.target_root) if spec.target_root else storage
     existing = read_commit(out, spec.target, kind=COMMIT_KIND)
     if existing is not None:
-        return _same(out, spec, existing, body)
+        return _repaired(storage, out, spec, run, checkpoint, _same(out, spec, existing, body))
 
     fault_point("export.begun", step=checkpoint.step)
     files = _write_files(storage, out, spec, run, checkpoint)
@@ -87,6 +87,23 @@ def _same(storage: Storage, spec: ExportSpec, existing: Commit, body: dict[str, 
             f"{existing.body.get('run_id')}; choose an empty folder."
         )
     return existing
+
+
+def _repaired(
+    storage: Storage, out: Storage, spec: ExportSpec, run: RunSpec, checkpoint: Checkpoint, commit: Commit
+) -> Commit:
+    """The export that is there; files that are not as they were committed are written again, to the same bytes."""
+    try:
+        check_files(out, spec.target, commit, content=True)
+    except DamagedData as error:
+        logger.warning("%s It is written again.", error)
+        files = _write_files(storage, out, spec, run, checkpoint)
+        if files != commit.files:
+            raise DamagedData(
+                f"{error} Written again, its files came out otherwise than they were committed: move "
+                f"{out.url(spec.target)} away and give the run's command again."
+            ) from error
+    return commit
 
 
 def _write_files(

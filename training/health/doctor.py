@@ -18,6 +18,7 @@ Verdict = Literal[
     "interrupted",
     "spike",
     "damaged checkpoint",
+    "damaged document",
     "slow data",
     "slow save",
     "running",
@@ -137,7 +138,7 @@ def _spikes(events: Mapping[int, Sequence[Event]]) -> list[Finding]:
     ]
     if not told:
         return []
-    advice = "Lower optimizer.learning_rate if there are many; `headrace checkpoints` shows what was passed over."
+    advice = "Lower optimizer.learning_rate if there are many; `headrace replay` shows what leads to one."
     return [Finding("spike", tuple(told), advice)]
 
 

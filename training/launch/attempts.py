@@ -162,6 +162,11 @@ def read_attempt_record(storage: Storage, run_prefix: str, number: int) -> Attem
     key = attempt_key(run_prefix, number)
     try:
         record = AttemptRecord.model_validate(storage.read_json(key))
+    except DamagedData as error:
+        raise DamagedData(
+            f"{error} The history of the run cannot be read without it: bring it back from a copy, or start a new run "
+            "under another name, with training.init_from: hf://FOLDER of an export of this one."
+        ) from error
     except ValidationError as error:
         raise DamagedData(f"{storage.url(key)} is not the record of an attempt: {error}") from error
     if record.attempt != number:

@@ -157,6 +157,21 @@ def test_a_changed_export_is_refused(store, file):
         load_hf_dir(store / TARGET)
 
 
+@pytest.mark.parametrize("damage", ["flip", "cut", "loss"])
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_an_export_whose_files_were_damaged_is_written_again_to_the_same_bytes(store, file, damage):
+    commit = export(spec_of(store))
+    path = store / TARGET / file
+    whole = path.read_bytes()
+    if damage == "loss":
+        path.unlink()
+    else:
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]) if damage == "flip" else whole[:-3])
+    assert export(spec_of(store)) == commit
+    assert path.read_bytes() == whole
+    load_hf_dir(store / TARGET)
+
+
 def test_the_same_export_again_writes_nothing(store):
     first = export(spec_of(store))
     times = {path.name: path.stat().st_mtime_ns for path in (store / TARGET).iterdir()}
