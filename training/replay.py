@@ -10,18 +10,15 @@ The sequences are divided as the ranks divided them, micro-batch by micro-batch:
 rounded alike, and only the order of the sums over ranks differs.
 """
 
-import json
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt
 
 from headrace.config import Part
-from headrace.errors import DamagedData, HeadraceError, InputError
+from headrace.errors import DamagedData, InputError
 from headrace.events import read_events
 from headrace.storage import Storage
 from training.batches import Batches
@@ -38,6 +35,7 @@ from training.origin import read_origin
 from training.parallel.config import LayoutConfig
 from training.parallel.engine import Engine
 from training.parallel.world import World, detect_device
+from training.program import run_program, say
 from training.rng import seed_rank
 from training.run_spec import RestorePoint, RunSpec
 from training.sink import Sink
@@ -197,30 +195,9 @@ def _no_evaluation() -> EvalResult:
     return EvalResult(0.0, 1.0, 0.0, 0.0, 0, 0, [], [], [])
 
 
-def read_spec(path: Path) -> ReplaySpec:
-    """Read the spec file; raises InputError when it is none."""
-    try:
-        return ReplaySpec.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise InputError(f"{path} is not the spec of a replay: {error}") from error
-
-
 def main() -> None:
     """Entry point."""
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
-    try:
-        done = replay(read_spec(Path(sys.argv[1])), on_step=lambda step: _say({"step": step}))
-    except HeadraceError as error:
-        logger.error("%s", error)
-        _say({"error": str(error), "retryable": error.retryable})
-        sys.exit(error.exit_code)
-    _say(done.document())
-
-
-def _say(document: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    run_program(ReplaySpec, "a replay", lambda spec: replay(spec, lambda step: say({"step": step})).document())
 
 
 if __name__ == "__main__":

@@ -7,23 +7,19 @@ one tensor of each side is in memory. The last line on standard output is one JS
 `retryable`.
 """
 
-import json
 import logging
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from headrace.errors import HeadraceError, InputError
 from headrace.storage import Storage
 from training.checkpoint.catalog import Checkpoint, newest_at
 from training.checkpoint.comparison import ComparisonSpec, Side, TensorDifference
 from training.checkpoint.format import Item, dtype_name
 from training.checkpoint.reader import read_metadata, read_tensor
+from training.program import run_program, say
 
 logger = logging.getLogger(__name__)
 
@@ -106,29 +102,13 @@ def _form(item: Item) -> str:
     return f"{dtype_name(item.dtype)}{list(item.shape)}"
 
 
-def read_spec(path: Path) -> ComparisonSpec:
-    """Read the spec file; raises InputError when it is none."""
-    try:
-        return ComparisonSpec.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise InputError(f"{path} is not the spec of a comparison: {error}") from error
-
-
 def main() -> None:
     """Entry point."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    try:
-        result = compare(read_spec(Path(sys.argv[1])), lambda done, total: _say({"progress": done, "total": total}))
-    except HeadraceError as error:
-        logger.error("%s", error)
-        _say({"error": str(error), "retryable": error.retryable})
-        sys.exit(error.exit_code)
-    _say(result)
-
-
-def _say(document: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    run_program(
+        ComparisonSpec,
+        "a comparison",
+        lambda spec: compare(spec, lambda done, total: say({"progress": done, "total": total})),
+    )
 
 
 if __name__ == "__main__":

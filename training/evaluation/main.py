@@ -8,21 +8,18 @@ Running it again for the same model and spec finds the result done, and changes 
 """
 
 import dataclasses
-import json
 import logging
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from data_prep.dataset import Dataset, open_dataset
 from headrace.commit import Commit, FileEntry, read_commit, write_commit
 from headrace.digest import canonical_json
-from headrace.errors import CommitConflict, ConfigError, DamagedData, HeadraceError, InputError, NotFound
+from headrace.errors import CommitConflict, ConfigError, DamagedData, InputError, NotFound
 from headrace.faults import fault_point
 from headrace.storage import Storage, json_document
 from training.evaluation.baselines import baselines
@@ -30,6 +27,7 @@ from training.evaluation.evaluate import EvalResult, evaluate
 from training.evaluation.spec import COMMIT_KIND, EvaluationTask
 from training.export.spec import COMMIT_KIND as EXPORT_KIND
 from training.generate import TextModel, open_model
+from training.program import run_program, say
 
 logger = logging.getLogger(__name__)
 
@@ -150,35 +148,19 @@ class _Progress:
         now = time.monotonic()
         if done >= total or now - self._told >= PROGRESS_SECONDS:
             self._told = now
-            _say({"progress": done, "total": total})
+            say({"progress": done, "total": total})
 
 
-def read_task(path: Path) -> EvaluationTask:
-    """Read the task file; raises InputError when it is none."""
-    try:
-        return EvaluationTask.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise InputError(f"{path} is not the task of an evaluation: {error}") from error
+def describe(task: EvaluationTask) -> dict[str, Any]:
+    """Make the evaluation and say what came out."""
+    torch.set_num_threads(task.threads or len(os.sched_getaffinity(0)))
+    commit = run_evaluation(task)
+    return {"target": task.target, "digest": commit.digest, **commit.body}
 
 
 def main() -> None:
     """Entry point."""
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
-    try:
-        task = read_task(Path(sys.argv[1]))
-        torch.set_num_threads(task.threads or len(os.sched_getaffinity(0)))
-        commit = run_evaluation(task)
-    except HeadraceError as error:
-        logger.error("%s", error)
-        _say({"error": str(error), "retryable": error.retryable})
-        sys.exit(error.exit_code)
-    _say({"target": task.target, "digest": commit.digest, **commit.body})
-
-
-def _say(document: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    run_program(EvaluationTask, "an evaluation", describe)
 
 
 if __name__ == "__main__":

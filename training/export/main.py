@@ -6,21 +6,18 @@ The last line on standard output is one JSON object: the export, or `error` and 
 same checkpoint and target finds the export done, and changes nothing.
 """
 
-import json
 import logging
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
-from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from data_prep.dataset import Dataset, open_dataset
 from headrace.commit import Commit, FileEntry, check_files, read_commit, write_commit
-from headrace.errors import CommitConflict, ConfigError, DamagedData, HeadraceError, InputError
+from headrace.errors import CommitConflict, ConfigError, DamagedData
 from headrace.faults import fault_point
 from headrace.storage import Storage, json_document
 from training.checkpoint.catalog import Checkpoint, open_checkpoint, require_same_run
@@ -36,6 +33,7 @@ from training.export.folder import (
 )
 from training.export.hf import parameter_shapes, to_hf_name
 from training.export.spec import COMMIT_KIND, ExportSpec
+from training.program import run_program
 from training.run_spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -176,39 +174,21 @@ def _extra(spec: ExportSpec) -> dict[str, bytes]:
     return {name: text.encode("utf-8") for name, text in spec.extra_files.items()}
 
 
-def read_spec(path: Path) -> ExportSpec:
-    """Read the spec file; raises InputError when it is none."""
-    try:
-        return ExportSpec.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise InputError(f"{path} is not the spec of an export: {error}") from error
+def describe(spec: ExportSpec) -> dict[str, Any]:
+    """Make the export and say what was written."""
+    commit = export(spec)
+    return {
+        "target": spec.target,
+        "digest": commit.digest,
+        "step": commit.body["step"],
+        "files": sorted(commit.files),
+        "bytes": sum(entry.size for entry in commit.files.values()),
+    }
 
 
 def main() -> None:
     """Entry point."""
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
-    try:
-        spec = read_spec(Path(sys.argv[1]))
-        commit = export(spec)
-    except HeadraceError as error:
-        logger.error("%s", error)
-        _say({"error": str(error), "retryable": error.retryable})
-        sys.exit(error.exit_code)
-    _say(
-        {
-            "target": spec.target,
-            "digest": commit.digest,
-            "step": commit.body["step"],
-            "files": sorted(commit.files),
-            "bytes": sum(entry.size for entry in commit.files.values()),
-        }
-    )
-
-
-def _say(document: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    run_program(ExportSpec, "an export", describe)
 
 
 if __name__ == "__main__":

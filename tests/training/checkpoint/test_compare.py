@@ -12,9 +12,10 @@ from tasks.child import run_module
 from tests.training.checkpoint.saved import claim, train_saved
 from tests.training.toy import run_spec
 from training.checkpoint.catalog import newest_at
-from training.checkpoint.compare import compare, difference_of, read_spec
+from training.checkpoint.compare import compare, difference_of
 from training.checkpoint.comparison import ComparisonSpec
 from training.checkpoint.reader import read_tensors
+from training.program import read_spec
 
 RUN = run_spec(training={"steps": 4}, checkpoint={"save_every": 2})
 WIDE = run_spec(run_id="1" * 32, model={"ffn_dim": 64}, training={"steps": 2})
@@ -147,4 +148,4 @@ def test_as_a_process_of_its_own(trained, tmp_path):
 def test_a_spec_that_is_none_is_refused(tmp_path):
     (tmp_path / "spec.json").write_text(json.dumps({"first": {}}), encoding="utf-8")
     with pytest.raises(InputError, match="is not the spec of a comparison"):
-        read_spec(tmp_path / "spec.json")
+        read_spec(ComparisonSpec, tmp_path / "spec.json", "a comparison")

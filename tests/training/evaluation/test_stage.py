@@ -176,5 +176,5 @@ def test_the_program_says_what_is_wrong_on_one_line(tmp_path):
     (tmp_path / "task.json").write_text("{}")
     code, said = run_program(tmp_path / "task.json", tmp_path)
     assert code == 2
-    assert "is not the task of an evaluation" in said[-1]["error"]
+    assert "is not the spec of an evaluation" in said[-1]["error"]
     assert said[-1]["retryable"] is False
