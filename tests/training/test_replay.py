@@ -30,7 +30,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(("precision", "run_id"), [("float32", "5e"), ("bfloat16", "6e")])
 def test_a_step_again_is_equal_to_what_was_logged(run_ranks, text_dataset, tmp_path, precision, run_id):
     changes = {"training": {"steps": 6, "precision": precision}, "checkpoint": {"save_every": 2}}
-    run = run_of(text_dataset, "0", run_id=run_id * 16, **changes)
+    run = run_of(text_dataset, run_id, **changes)
     storage = train_two(run_ranks, text_dataset, run, tmp_path)
     before = files_of(text_dataset.root / run.run_prefix)
     seen = []
@@ -47,7 +47,7 @@ def test_a_step_again_is_equal_to_what_was_logged(run_ranks, text_dataset, tmp_p
 
 
 def test_it_passes_by_a_damaged_checkpoint_and_starts_from_the_initial_weights(run_ranks, text_dataset, tmp_path):
-    run = run_of(text_dataset, "0", run_id="7e" * 16, training={"steps": 4}, checkpoint={"save_every": 2})
+    run = run_of(text_dataset, "7e", training={"steps": 4}, checkpoint={"save_every": 2})
     storage = train_two(run_ranks, text_dataset, run, tmp_path)
     for checkpoint in list_commits(storage, run.run_prefix):
         data = storage.local_path(f"{checkpoint.prefix}/rank-0001.bin")
@@ -61,7 +61,7 @@ def test_it_passes_by_a_damaged_checkpoint_and_starts_from_the_initial_weights(r
 
 def test_what_was_passed_over_is_passed_over_again(run_ranks, text_dataset, tmp_path):
     poison = {"point": "step.loss", "step": 2, "rank": 1, "action": "scale", "factor": "nan"}
-    run = run_of(text_dataset, "0", run_id="8e" * 16, stability={"on_nonfinite": "skip"})
+    run = run_of(text_dataset, "8e", stability={"on_nonfinite": "skip"})
     plan = plan_faults(tmp_path / "faults", poison)
     spec = attempt_of(text_dataset, run, tmp_path)
     run_ranks(2, with_faults, spec, free_port(), plan)
@@ -76,7 +76,7 @@ def with_faults(world, spec, port, plan):
 
 
 def test_a_step_that_was_never_made(text_dataset, tmp_path):
-    run = run_of(text_dataset, "0", run_id="ae" * 16)
+    run = run_of(text_dataset, "ae")
     attempt_of(text_dataset, run, tmp_path)
     with pytest.raises(InputError, match="has no step 3: it made none yet"):
         replay(ReplaySpec(storage_root=str(text_dataset.root), run_id=run.run_id, step=3))
