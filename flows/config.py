@@ -1,17 +1,17 @@
 """The whole pipeline's configuration: the parts put together, and the rules that go across them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
-
-from pydantic import model_validator
 
 from data_prep.config import NAME_PATTERN, DataConfig, TokenizerConfig
 from headrace.config import Part, execution, identity, load_document
 from headrace.config_check import parse
+from headrace.config_rules import Rule, nearest_multiples, one_of
 from headrace.errors import ConfigError
 from headrace.storage import Storage
 from training.checkpoint.config import CheckpointConfig
-from training.config import TrainingConfig
+from training.config import MOST_SEQUENCES, TrainingConfig
 from training.evaluation.config import EvaluationConfig
 from training.health.config import StabilityConfig
 from training.launch.config import LaunchConfig
@@ -21,6 +21,10 @@ from training.parallel.config import LayoutConfig
 
 STORES = ("file", "s3", "memory")
 """Schemes of store URLs; memory is for tests: nothing else sees it."""
+
+
+SHOWN_PASSES = 8
+"""Micro-batches that a sentence offers: those nearest to the given one."""
 
 
 class StorageConfig(Part):
@@ -85,42 +89,50 @@ class PipelineConfig(Part):
         """Name of the registered model."""
         return self.registration.model_name or self.name
 
-    @model_validator(mode="after")
-    def _parts_fit(self) -> "PipelineConfig":
-        faults = [fault for rule in RULES if (fault := rule(self))]
-        if faults:
-            raise ValueError("\n".join(faults))
-        return self
+    @classmethod
+    def rules(cls) -> Sequence[Rule]:
+        """The rules across the parts."""
+        return RULES
 
 
 def _ranks_fit(config: PipelineConfig) -> str | None:
     degree, world = config.layout.dp_shard, config.launch.world_size
     if degree in (-1, world):
         return None
+    # 0 is no number of ranks; the ranks of a machine times the machines must give the degree.
+    ranks, rest = divmod(degree, config.launch.nodes)
     return (
         f"layout.dp_shard must be -1 or the number of ranks: dp_shard is {degree}, but launch.nodes * "
         f"launch.ranks_per_node = {config.launch.nodes} * {config.launch.ranks_per_node} = {world}; "
-        f"set layout.dp_shard to {world} or launch.ranks_per_node to {max(degree, 1)}"
+        f"set layout.dp_shard to {world}" + (f" or launch.ranks_per_node to {ranks}" if ranks and not rest else "")
     )
 
 
 def _batch_fits(config: PipelineConfig) -> str | None:
-    batch, per_pass = config.training.global_batch_size, config.layout.micro_batch_size * config.dp
+    batch, micro, ranks = config.training.global_batch_size, config.layout.micro_batch_size, config.dp
+    per_pass = micro * ranks
     if per_pass <= 0 or batch % per_pass == 0:
         return None
-    below = batch // per_pass * per_pass
-    batches = f"{below} and {below + per_pass}" if below else str(per_pass)
-    micro = [m for m in range(1, batch + 1) if batch % (m * config.dp) == 0]
-    micro_text = (
-        f"or layout.micro_batch_size to one of {', '.join(map(str, micro[:8]))}"
-        if micro
-        else f"(no micro-batch divides it over {config.dp} ranks)"
-    )
     return (
         f"training.global_batch_size must be a multiple of layout.micro_batch_size * data-parallel ranks: "
-        f"{batch} is not a multiple of {config.layout.micro_batch_size} * {config.dp} = {per_pass}; "
-        f"set global_batch_size to one of {batches}, {micro_text}"
+        f"{batch} is not a multiple of {micro} * {ranks} = {per_pass}; {_ways_to_fit(batch, micro, ranks)}"
     )
+
+
+def _ways_to_fit(batch: int, micro: int, ranks: int) -> str:
+    """Which batches fit the passes, and which passes the batch; there may be none of either."""
+    batches = nearest_multiples(batch, micro * ranks, MOST_SEQUENCES)
+    per_rank = batch // ranks if batch % ranks == 0 else 0
+    passes = sorted((n for n in range(1, per_rank + 1) if per_rank % n == 0), key=lambda n: abs(n - micro))
+    micro_way = f"layout.micro_batch_size to {one_of(sorted(passes[:SHOWN_PASSES]))}" if passes else ""
+    if not batches:
+        batches = nearest_multiples(batch, ranks, MOST_SEQUENCES)
+        other = f"layout.micro_batch_size to 1 and training.global_batch_size to {one_of(batches)}"
+        return f"set {micro_way or other}"
+    batch_way = f"training.global_batch_size to {one_of(batches)}"
+    if not passes:
+        return f"set {batch_way} ({ranks} ranks cannot share {batch} sequences evenly)"
+    return f"set {batch_way}, or {micro_way}"
 
 
 def _sequence_fits(config: PipelineConfig) -> str | None:
@@ -174,7 +186,16 @@ def _store_is_known(config: PipelineConfig) -> str | None:
     return None
 
 
-RULES = (_ranks_fit, _batch_fits, _sequence_fits, _vocabulary_fits, _warmup_fits, _device_fits, _store_is_known)
+RANKS = ("layout.dp_shard", "launch.nodes", "launch.ranks_per_node")
+RULES = (
+    Rule(RANKS, _ranks_fit),
+    Rule((*RANKS, "layout.micro_batch_size", "training.global_batch_size"), _batch_fits),
+    Rule(("training.seq_len", "model.max_seq_len"), _sequence_fits),
+    Rule(("tokenizer.path", "tokenizer.vocab_size", "model.vocab_size"), _vocabulary_fits),
+    Rule(("schedule.warmup_steps", "training.steps"), _warmup_fits),
+    Rule(("training.precision", "layout.device"), _device_fits),
+    Rule(("storage.root",), _store_is_known),
+)
 
 
 def require_vocabulary(config: PipelineConfig, tokens: int) -> None:

@@ -14,13 +14,14 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError, PydanticUndefined
 
+from headrace.config_rules import Rule
 from headrace.errors import ConfigError
 
 Role = Literal["identity", "execution", "evaluation"]
@@ -56,6 +57,19 @@ class Part(BaseModel):
         if isinstance(value, int) and not isinstance(value, bool) and kinds == {bool}:
             raise PydanticKnownError("bool_type")
         return value
+
+    @classmethod
+    def rules(cls) -> Sequence[Rule]:
+        """The rules across its fields."""
+        return ()
+
+    @model_validator(mode="after")
+    def _keeps_its_rules(self) -> Self:
+        """Every broken rule at once, each on a line."""
+        faults = [fault for rule in self.rules() if (fault := rule.fault(self))]
+        if faults:
+            raise ValueError("\n".join(faults))
+        return self
 
 
 def identity(default: Any = ..., *, description: str, **constraints: Any) -> Any:

@@ -1,16 +1,18 @@
 """From a document to a validated tree, or every fault of it in a sentence: key, rule, what was given, the way out."""
 
 import difflib
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from headrace.config import Part, part_inside, walk
+from headrace.config import Part, part_inside, role_of, walk
 from headrace.errors import ConfigError
 
 PartT = TypeVar("PartT", bound=Part)
+Location = tuple[int | str, ...]
 
 WHOLE_NUMBER = "must be a whole number"
 NUMBER = "must be a number"
@@ -45,7 +47,9 @@ def parse(model: type[PartT], document: Mapping[str, Any]) -> PartT:
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        faults = [explain(model, fault) for fault in error.errors() if not _is_echo(fault)]
+        details = error.errors()
+        faults = [line for fault in details if not _is_echo(fault) for line in explain(model, fault).splitlines()]
+        faults += _broken_rules(model, document, [_spoilt(fault) for fault in details if not _is_of_a_rule(fault)])
         raise ConfigError("\n".join(dict.fromkeys(faults))) from None
 
 
@@ -54,19 +58,84 @@ def _is_echo(fault: ErrorDetails) -> bool:
     return fault["type"] == "too_short" and len(fault["input"]) >= fault["ctx"]["min_length"]
 
 
+def _is_of_a_rule(fault: ErrorDetails) -> bool:
+    """Whether it is about fields that are valid each for itself."""
+    return fault["type"] == "value_error" and isinstance(fault["input"], Mapping)
+
+
+def _spoilt(fault: ErrorDetails) -> Location:
+    """The field that has no valid value; for an unknown key all of its section, where one may be meant by it."""
+    return fault["loc"][:-1] if fault["type"] == "extra_forbidden" else fault["loc"]
+
+
+def _broken_rules(
+    model: type[Part], document: Mapping[str, Any], spoilt: list[Location], at: Location = ()
+) -> Iterator[str]:
+    """What the rules of a tree of parts say of the fields that are valid.
+
+    Pydantic asks a part's rules only when all below the part is valid; people want to know everything at once.
+    """
+    part = _as_far_as_valid(model, document, spoilt, at)
+    for rule in model.rules():
+        needed = [(*at, *need.split(".")) for need in rule.needs]
+        if not any(_same_or_inside(a, b) or _same_or_inside(b, a) for a in needed for b in spoilt):
+            yield from _in_section(at, rule.fault(part) or "").splitlines()
+    for name, section in _sections(model):
+        if isinstance(below := document.get(name, {}), Mapping):
+            yield from _broken_rules(section, below, spoilt, (*at, name))
+
+
+def _as_far_as_valid(model: type[Part], document: Mapping[str, Any], spoilt: list[Location], at: Location) -> Part:
+    """The part with every valid value of the document; the others are left out, or as by default."""
+    sections = dict(_sections(model))
+    values: dict[str, Any] = {}
+    for name in document.keys() & model.model_fields.keys():
+        here, given = (*at, name), document[name]
+        if name in sections and isinstance(given, Mapping):
+            values[name] = _as_far_as_valid(sections[name], given, spoilt, here)
+        elif not any(_same_or_inside(place, here) for place in spoilt):
+            values[name] = _validator(model, name).validate_python(given)
+    return model.model_construct(**values)
+
+
+@functools.cache
+def _validator(model: type[Part], name: str) -> TypeAdapter[Any]:
+    """What one field alone accepts; kept, as making one takes longer than a whole document does."""
+    field = model.model_fields[name]
+    annotated: Any = Annotated[field.annotation, field]
+    return TypeAdapter(annotated)
+
+
+def _sections(model: type[Part]) -> list[tuple[str, type[Part]]]:
+    """The fields that are parts themselves."""
+    inside = ((name, field, part_inside(field.annotation)) for name, field in model.model_fields.items())
+    return [(name, part) for name, field, part in inside if part is not None and role_of(field) is None]
+
+
+def _same_or_inside(location: Location, other: Location) -> bool:
+    return location[: len(other)] == other
+
+
 def explain(model: type[Part], fault: ErrorDetails) -> str:
-    """One fault of a document as one sentence."""
+    """One fault of a document as one sentence, or the broken rules of a part, each on a line."""
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         return f"Unknown key {key!r}; {_nearest(model, fault['loc'])}"
     if fault["type"] == "missing":
         return f"{key} is required: {_description(model, fault['loc'])}"
     message = fault["msg"].removeprefix("Value error, ")
-    if not key:
-        return message
-    if isinstance(fault["input"], Mapping) and fault["type"] == "value_error":
-        return message if "." in message.split(" ", 1)[0] else f"{key}: {message[0].lower() + message[1:]}"
+    if _is_of_a_rule(fault):
+        return _in_section(fault["loc"], message)
     return f"{key} {_rule(model, fault, message)}, got {_shortened(fault['input'])}{_hint(fault)}"
+
+
+def _in_section(location: Location, message: str) -> str:
+    """The sentences of a part's rules; one that does not begin with a key gets that of the part."""
+    key = ".".join(str(part) for part in location)
+    return "\n".join(
+        line if not key or "." in line.split(" ", 1)[0] else f"{key}: {line[0].lower() + line[1:]}"
+        for line in message.splitlines()
+    )
 
 
 def _rule(model: type[Part], fault: ErrorDetails, message: str) -> str:

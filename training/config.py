@@ -5,6 +5,7 @@ from typing import Literal
 from headrace.config import Part, identity
 
 INIT_PATTERN = r"^(run:[0-9a-f]{32}@[0-9]+|hf://.+)$"
+MOST_SEQUENCES = 2**16
 
 
 class TrainingConfig(Part):
@@ -16,7 +17,7 @@ class TrainingConfig(Part):
 
     steps: int = identity(256, description="optimizer steps of the whole run", ge=1, le=10**8)
     global_batch_size: int = identity(
-        16, description="sequences in one optimizer step, over all data-parallel ranks", ge=1, le=2**16
+        16, description="sequences in one optimizer step, over all data-parallel ranks", ge=1, le=MOST_SEQUENCES
     )
     seq_len: int = identity(256, description="tokens in one sequence", ge=2, le=2**20)
     precision: Literal["bfloat16", "float32", "float64"] = identity(

@@ -1,16 +1,21 @@
 """The rules that go across the parts: each names the rule, the values given and the nearest valid ones."""
 
+import itertools
+import re
 import typing
 from pathlib import Path
 from typing import Any
 
 import annotated_types
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flows.config import PipelineConfig, load_config, store_root
-from headrace.config import identity_document, role_of, walk
+from headrace.config import identity_document, merge, role_of, walk
 from headrace.config_check import parse
 from headrace.errors import ConfigError
+from training.model.config import ModelConfig
 
 BASE: dict[str, Any] = {"name": "t", "data": {"name": "t", "inputs": [{"path": "texts"}]}}
 
@@ -32,21 +37,38 @@ def with_values(**sections: Any) -> dict[str, Any]:
         ),
         (
             {"launch": {"ranks_per_node": 3}, "layout": {"micro_batch_size": 2}, "training": {"global_batch_size": 16}},
-            "16 is not a multiple of 2 * 3 = 6; set global_batch_size to one of 12 and 18",
+            "2 * 3 = 6; set training.global_batch_size to 12 or 18 (3 ranks cannot share 16 sequences evenly)",
         ),
         (
             {"launch": {"ranks_per_node": 2}, "layout": {"micro_batch_size": 3}, "training": {"global_batch_size": 8}},
-            "or layout.micro_batch_size to one of 1, 2, 4",
+            "= 6; set training.global_batch_size to 6 or 12, or layout.micro_batch_size to 1, 2 or 4",
         ),
+        (
+            {"launch": {"ranks_per_node": 3}, "layout": {"micro_batch_size": 2}, "training": {"global_batch_size": 2}},
+            "set training.global_batch_size to 6 (3 ranks cannot share 2 sequences evenly)",
+        ),
+        (
+            {"launch": {"ranks_per_node": 2}, "layout": {"micro_batch_size": 2**16}},
+            "set layout.micro_batch_size to 1, 2, 4 or 8",
+        ),
+        (
+            {"launch": {"ranks_per_node": 3}, "layout": {"micro_batch_size": 2**16}},
+            "set layout.micro_batch_size to 1 and training.global_batch_size to 15 or 18",
+        ),
+        ({"layout": {"dp_shard": 0}}, "layout.dp_shard must be -1 or the number of ranks: dp_shard is 0, "),
         ({"training": {"seq_len": 512}}, "512 is above 256; raise model.max_seq_len to 512 or lower training.seq_len"),
         ({"tokenizer": {"vocab_size": 5000}}, "5000 is above 4096; set model.vocab_size to 5000"),
         (
             {"schedule": {"warmup_steps": 300}},
             "300 is above 256; set schedule.warmup_steps to 256 or less (26 would be a tenth)",
         ),
-        ({"model": {"dim": 250, "num_heads": 6}}, "250 is not a multiple of 6; the nearest widths are 246 and 252"),
-        ({"model": {"dim": 12, "num_heads": 4}}, "12 / 4 = 3; the nearest widths are 8 and 16"),
-        ({"model": {"num_heads": 4, "num_kv_heads": 3}}, "with 4 heads num_kv_heads may be 1, 2, 4"),
+        ({"model": {"dim": 250, "num_heads": 6}}, "250 is not a multiple of 2 * 6 = 12; set model.dim to 240 or 252"),
+        ({"model": {"dim": 12, "num_heads": 4}}, "12 is not a multiple of 2 * 4 = 8; set model.dim to 8 or 16"),
+        ({"model": {"dim": 4, "num_heads": 4}}, "4 is not a multiple of 2 * 4 = 8; set model.dim to 8"),
+        (
+            {"model": {"num_heads": 4, "num_kv_heads": 3}},
+            "4 is not a multiple of 3; set model.num_kv_heads to 1, 2 or 4",
+        ),
         ({"training": {"init_from": "elsewhere"}}, "training.init_from must fit its description ("),
         (
             {"data": {"name": "../prod", "inputs": [{"path": "x"}]}},
@@ -79,10 +101,107 @@ def test_a_wrong_item_of_a_list_is_one_fault(item: Any, fault: str) -> None:
     assert str(caught.value) == fault
 
 
-def test_broken_rules_are_told_together() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(PipelineConfig, with_values(training={"seq_len": 512, "global_batch_size": 7}))
-    assert len(str(caught.value).splitlines()) == 2
+def faults(document: dict[str, Any]) -> list[str]:
+    try:
+        parse(PipelineConfig, document)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def keys(document: dict[str, Any]) -> list[str]:
+    return sorted(fault.split(" ")[0] for fault in faults(document))
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"training": {"seq_len": 512, "global_batch_size": 7}}, ["training.global_batch_size", "training.seq_len"]),
+        (
+            {"model": {"num_heads": 5, "num_kv_heads": 2}, "launch": {"ranks_per_node": 3}},
+            ["model.dim", "model.num_heads", "training.global_batch_size"],
+        ),
+        (
+            {"model": {"dim": -1, "num_kv_heads": 3}, "training": {"steps": 0.5, "seq_len": 512}},
+            ["model.dim", "model.num_heads", "training.seq_len", "training.steps"],
+        ),
+        ({"storage": {"root": "ftp://host/x"}, "seed": -1}, ["seed", "storage.root"]),
+    ],
+    ids=["across the parts", "in a part and across", "beside wrong values", "beside a wrong value elsewhere"],
+)
+def test_broken_rules_are_told_together(sections: dict[str, Any], expected: list[str]) -> None:
+    assert keys(with_values(**sections)) == expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"model": {"num_heads": 5, "dims": 320}}, ["Unknown"]),
+        ({"modle": {"max_seq_len": 512}, "training": {"seq_len": 512}}, ["Unknown"]),
+        ({"model": 3, "training": {"seq_len": 512}}, ["model"]),
+        ({"model": {"max_seq_len": "long"}, "training": {"seq_len": 512}}, ["model.max_seq_len"]),
+    ],
+    ids=["an unknown key may be the field", "an unknown section may be the part", "no section", "a wrong value"],
+)
+def test_a_rule_says_nothing_of_values_that_nobody_gave(sections: dict[str, Any], expected: list[str]) -> None:
+    assert keys(with_values(**sections)) == expected
+
+
+def test_rules_need_fields_that_there_are() -> None:
+    leaves = {".".join(path) for path, _ in walk(PipelineConfig)}
+    assert {need for rule in PipelineConfig.rules() for need in rule.needs} <= leaves
+    assert {f"model.{need}" for rule in ModelConfig.rules() for need in rule.needs} <= leaves
+
+
+def offers(sentence: str) -> list[dict[str, int]]:
+    """Every value that the sentence says to set, as section.field and number, each a way out of its own."""
+    ways = []
+    for way in re.split(r", or |\bset ", sentence.partition("; ")[2]):
+        first, *rest = re.findall(r"(\w+\.\w+) to (\d+(?:, \d+)*(?: or \d+)?)", way) or [("", "")]
+        fixed = {key: int(value) for key, value in [first] if rest}
+        for key, values in rest or [first]:
+            ways += [{**fixed, key: int(number)} for number in re.findall(r"\d+", values)]
+    return ways
+
+
+def test_the_offers_of_a_sentence() -> None:
+    assert offers("x; set a.b to 1, 2 or 4, or c.d to 5 (3 ranks)") == [{"a.b": 1}, {"a.b": 2}, {"a.b": 4}, {"c.d": 5}]
+    assert offers("x; set a.b to 1 and c.d to 5 or 6") == [{"a.b": 1, "c.d": 5}, {"a.b": 1, "c.d": 6}]
+
+
+def laid_on(document: dict[str, Any], values: dict[str, int]) -> dict[str, Any]:
+    for key, value in values.items():
+        section, name = key.split(".")
+        document = merge(document, {section: {name: value}})
+    return document
+
+
+@given(
+    dim=st.one_of(st.integers(2, 600), st.integers(2**17 - 3000, 2**17)),
+    heads=st.integers(1, 1024),
+    kv_heads=st.integers(1, 1024),
+)
+def test_every_offered_shape_is_accepted(dim: int, heads: int, kv_heads: int) -> None:
+    document = with_values(model={"dim": dim, "num_heads": heads, "num_kv_heads": kv_heads})
+    told = [offers(fault) for fault in faults(document)]
+    assert all(told), "every sentence offers something"
+    for chosen in itertools.product(*told):
+        assert not faults(laid_on(document, {key: value for way in chosen for key, value in way.items()}))
+
+
+@given(
+    batch=st.one_of(st.integers(1, 64), st.integers(1, 2**16)),
+    micro=st.one_of(st.integers(1, 16), st.integers(1, 2**16)),
+    ranks=st.one_of(st.integers(1, 9), st.integers(1, 1024)),
+)
+def test_every_offered_batch_is_accepted(batch: int, micro: int, ranks: int) -> None:
+    document = with_values(
+        training={"global_batch_size": batch}, layout={"micro_batch_size": micro}, launch={"ranks_per_node": ranks}
+    )
+    for fault in faults(document):
+        assert offers(fault)
+        for way in offers(fault):
+            assert not faults(laid_on(document, way))
 
 
 def test_every_leaf_has_a_role_and_a_description() -> None:

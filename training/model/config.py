@@ -1,8 +1,11 @@
 """The shape of the decoder."""
 
-from pydantic import model_validator
+from collections.abc import Sequence
 
 from headrace.config import Part, identity
+from headrace.config_rules import Rule, nearest_multiples, one_of
+
+MOST_DIM = 2**17
 
 
 class ModelConfig(Part):
@@ -11,7 +14,7 @@ class ModelConfig(Part):
     vocab_size: int = identity(
         4096, description="rows of the embedding; at least the tokenizer's vocabulary", ge=2, le=2**24
     )
-    dim: int = identity(256, description="width of the residual stream", ge=2, le=2**17)
+    dim: int = identity(256, description="width of the residual stream", ge=2, le=MOST_DIM)
     num_layers: int = identity(4, description="transformer blocks", ge=1, le=1024)
     num_heads: int = identity(4, description="query heads", ge=1, le=1024)
     num_kv_heads: int = identity(
@@ -36,28 +39,29 @@ class ModelConfig(Part):
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
         return self.num_layers * block + embeddings + self.dim
 
-    @model_validator(mode="after")
-    def _heads_fit(self) -> "ModelConfig":
-        if self.dim % self.num_heads:
-            raise ValueError(
-                f"model.dim must be a multiple of model.num_heads: {self.dim} is not a multiple of {self.num_heads}; "
-                f"the nearest widths are {_multiples_around(self.dim, self.num_heads)}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"model.dim / model.num_heads must be even for rotary positions: {self.dim} / {self.num_heads} = "
-                f"{self.head_dim}; the nearest widths are {_multiples_around(self.dim, 2 * self.num_heads)}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            raise ValueError(
-                f"model.num_heads must be a multiple of model.num_kv_heads: {self.num_heads} is not a multiple of "
-                f"{self.num_kv_heads}; with {self.num_heads} heads num_kv_heads may be "
-                f"{', '.join(map(str, divisors))}"
-            )
-        return self
+    @classmethod
+    def rules(cls) -> Sequence[Rule]:
+        """How the heads fit the width, and each other."""
+        return (Rule(("dim", "num_heads"), _width_fits), Rule(("num_heads", "num_kv_heads"), _groups_fit))
 
 
-def _multiples_around(value: int, step: int) -> str:
-    below = value // step * step
-    return f"{below} and {below + step}" if below else str(step)
+def _width_fits(model: ModelConfig) -> str | None:
+    step = 2 * model.num_heads
+    if model.dim % step == 0:
+        return None
+    return (
+        "model.dim must be a multiple of 2 * model.num_heads, as rotary positions need heads of an even width: "
+        f"{model.dim} is not a multiple of 2 * {model.num_heads} = {step}; set model.dim to "
+        f"{one_of(nearest_multiples(model.dim, step, MOST_DIM))}"
+    )
+
+
+def _groups_fit(model: ModelConfig) -> str | None:
+    heads = model.num_heads
+    if heads % model.num_kv_heads == 0:
+        return None
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    return (
+        f"model.num_heads must be a multiple of model.num_kv_heads: {heads} is not a multiple of "
+        f"{model.num_kv_heads}; set model.num_kv_heads to {one_of(divisors)}"
+    )
