@@ -2,9 +2,7 @@
 
 from typing import Literal
 
-from headrace.config import Part, execution, identity
-
-NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+from headrace.config import NAME_MAX_LENGTH, NAME_PATTERN, NAME_WORDS, Part, execution, identity
 
 
 class InputConfig(Part):
@@ -31,7 +29,7 @@ class DataConfig(Part):
     """The corpus, and how it is cut into units and split."""
 
     name: str = identity(
-        description="name of the dataset: lower case letters, digits, dot, dash, underscore", pattern=NAME_PATTERN
+        description=f"name of the dataset: {NAME_WORDS}", pattern=NAME_PATTERN, max_length=NAME_MAX_LENGTH
     )
     inputs: tuple[InputConfig, ...] = execution(description="the places that text comes from", min_length=1)
     on_error: Literal["fail", "skip"] = identity(

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from data_prep.config import NAME_PATTERN, DataConfig, TokenizerConfig
-from headrace.config import Part, execution, identity, load_document
+from data_prep.config import DataConfig, TokenizerConfig
+from headrace.config import NAME_MAX_LENGTH, NAME_PATTERN, NAME_WORDS, Part, execution, identity, load_document
 from headrace.config_check import parse
 from headrace.config_rules import Rule, nearest_multiples, one_of
 from headrace.errors import ConfigError
@@ -47,7 +47,10 @@ class RegisterConfig(Part):
     """The model version at the end."""
 
     model_name: str | None = execution(
-        None, description="registered model that gets the version; none takes the run's name", pattern=NAME_PATTERN
+        None,
+        description="registered model that gets the version, named as a run is; none takes the run's name",
+        pattern=NAME_PATTERN,
+        max_length=NAME_MAX_LENGTH,
     )
     dtype: Literal["float32", "bfloat16"] = execution("float32", description="type of the exported weights")
 
@@ -55,9 +58,7 @@ class RegisterConfig(Part):
 class PipelineConfig(Part):
     """One run, from raw text to a registered model."""
 
-    name: str = identity(
-        description="name of the run: lower case letters, digits, dot, dash, underscore", pattern=NAME_PATTERN
-    )
+    name: str = identity(description=f"name of the run: {NAME_WORDS}", pattern=NAME_PATTERN, max_length=NAME_MAX_LENGTH)
     seed: int = identity(1, description="seed of the initial weights and of the sample order", ge=0, lt=2**63)
     data: DataConfig
     tokenizer: TokenizerConfig = TokenizerConfig()

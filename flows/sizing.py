@@ -14,8 +14,9 @@ from typing import TypeVar
 
 import yaml
 
-from data_prep.config import NAME_PATTERN, InputConfig
+from data_prep.config import InputConfig
 from data_prep.sources import SourceFile, discover
+from headrace.config import NAME_MAX_LENGTH, NAME_PATTERN
 from headrace.errors import InputError
 
 T = TypeVar("T")
@@ -192,7 +193,7 @@ def default_name(data: str) -> str:
     """The file that the config is redirected to names the run, else the data do."""
     target = _redirected_to()
     for candidate in (target.stem if target else "", Path(data.rstrip(":/")).stem, "my-model"):
-        name = re.sub(r"[^a-z0-9._-]+", "-", candidate.lower()).strip("-._")[:63]
+        name = re.sub(r"[^a-z0-9._-]+", "-", candidate.lower()).strip("-._")[:NAME_MAX_LENGTH]
         if re.fullmatch(NAME_PATTERN, name):
             return name
     return "my-model"

@@ -26,6 +26,10 @@ from headrace.errors import ConfigError
 
 Role = Literal["identity", "execution", "evaluation"]
 MAX_EXTENDS_DEPTH = 8
+NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]*$"
+NAME_MAX_LENGTH = 63
+NAME_WORDS = f"at most {NAME_MAX_LENGTH} lower case letters, digits, dots, dashes, underscores; a letter or digit first"
+"""Names stand in paths, in keys of a store and in databases."""
 
 
 def _title(name: str) -> str:

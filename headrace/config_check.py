@@ -2,13 +2,14 @@
 
 import difflib
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from headrace.config import Part, part_inside, role_of, walk
+from headrace.config import NAME_PATTERN, Part, part_inside, role_of, walk
 from headrace.errors import ConfigError
 
 PartT = TypeVar("PartT", bound=Part)
@@ -143,11 +144,24 @@ def _rule(model: type[Part], fault: ErrorDetails, message: str) -> str:
     limits = {name: _limit(value) for name, value in fault.get("ctx", {}).items()}
     if kind == "string_too_short":
         return "must not be empty" if limits["min_length"] == "1" else f"must have {limits['min_length']} characters"
+    if kind == "string_pattern_mismatch" and limits["pattern"] == NAME_PATTERN:
+        return _name_rule(fault["input"])
     if kind == "string_pattern_mismatch":
         return f"must fit its description ({_description(model, fault['loc'])})"
     if kind in RULES:
         return RULES[kind].format_map(limits)
     return f"is not right: {message[0].lower() + message[1:]}"
+
+
+def _name_rule(name: str) -> str:
+    """What about a name is wrong."""
+    if not name:
+        return "must not be empty"
+    wrong = sorted(set(re.findall(r"[^a-z0-9._-]", name)))
+    if wrong:
+        held = ", ".join(map(repr, wrong[:8]))
+        return f"must hold only lower case letters, digits, dot, dash and underscore, not {held}"
+    return "must begin with a lower case letter or a digit"
 
 
 def _limit(value: Any) -> str:

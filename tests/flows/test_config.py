@@ -72,7 +72,7 @@ def with_values(**sections: Any) -> dict[str, Any]:
         ({"training": {"init_from": "elsewhere"}}, "training.init_from must fit its description ("),
         (
             {"data": {"name": "../prod", "inputs": [{"path": "x"}]}},
-            "data.name must fit its description (name of the dataset: lower case letters",
+            "data.name must hold only lower case letters, digits, dot, dash and underscore, not '/', got '../prod'",
         ),
         ({"data": {"name": "t", "inputs": []}}, "data.inputs must have at least 1 of them, got []"),
         ({"storage": {"root": "ftp://host/x"}}, "storage.root must be a folder, file://… or s3://…, got ftp://host/x"),
@@ -84,6 +84,23 @@ def test_a_broken_rule_names_values_and_valid_ones(sections: dict[str, Any], sen
     with pytest.raises(ConfigError) as caught:
         parse(PipelineConfig, with_values(**sections))
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("a" * 63, None),
+        ("a" * 128, f"name must have at most 63 characters, got '{'a' * 76}..."),
+        ("..", "name must begin with a lower case letter or a digit, got '..'"),
+        ("", "name must not be empty, got ''"),
+        (
+            "My run",
+            "name must hold only lower case letters, digits, dot, dash and underscore, not ' ', 'M', got 'My run'",
+        ),
+    ],
+)
+def test_a_wrong_name_is_told_its_cause(name: str, fault: str | None) -> None:
+    assert faults(with_values(name=name)) == ([fault] if fault else [])
 
 
 @pytest.mark.parametrize(
