@@ -26,6 +26,8 @@ from headrace.errors import Cancelled, Preempted
 
 LINE_INTERVAL_SECONDS = 5.0
 _BAR_INTERVAL_SECONDS = 0.1
+_ETA_INTERVALS = 2
+"""One step may be the slow first one; a time left is told from this many counts after the first on."""
 
 _ABBREVIATIONS = {
     "bytes_per_second": "B/s",
@@ -59,7 +61,9 @@ class StageProgress:
         self._fields: dict[str, Any] = {}
         self._outcome = ""
         self._started = terminal._clock()
+        self._base: int | None = None
         self._rate_from: tuple[float, int] | None = None
+        self._intervals = 0
         self._last_line = self._started
         self._last_bar = -math.inf
         self._task: TaskID | None = None
@@ -99,21 +103,29 @@ class StageProgress:
         return self.describe() + (f"  ETA {_duration(remaining)}" if remaining is not None else "")
 
     def _count(self, done: int) -> None:
-        if self._rate_from is None or (self._done is not None and done < self._done):
-            # Work that an earlier attempt did, or that a restart lost, says nothing about the speed from here on.
+        """Take the speed from the first unit on that was seen to be counted.
+
+        What was done before, by an earlier attempt or one that a restart lost, says nothing about it, and the way to
+        the first unit is start-up.
+        """
+        if self._base is None or (self._done is not None and done < self._done):
+            self._base, self._rate_from, self._intervals = done, None, 0
+        elif done > self._base and self._rate_from is None:
             self._rate_from = (self._terminal._clock(), done)
+        elif self._done is not None and done > self._done:
+            self._intervals += 1
         self._done = done
 
     def _amount(self) -> str:
         return f"{self._done:,}/{self._total:,}" if self._total else f"{self._done:,}"
 
     def _remaining_seconds(self) -> float | None:
-        if self._rate_from is None or self._done is None or not self._total:
+        if self._rate_from is None or self._done is None or not self._total or self._intervals < _ETA_INTERVALS:
             return None
         seconds = self._terminal._clock() - self._rate_from[0]
         units = self._done - self._rate_from[1]
         left = self._total - self._done
-        return seconds / units * left if units > 0 and left > 0 else None
+        return seconds / units * left if left > 0 else None
 
 
 class Terminal:

@@ -105,19 +105,31 @@ def test_how_a_stage_ends(terminal: Terminal, stream: io.StringIO, clock: Clock)
 def test_the_time_left(terminal: Terminal, clock: Clock):
     with terminal.stage("train", unit="step") as stage:
         assert stage.describe_with_eta() == ""
-        stage.update(100)
-        clock.now += 10
-        stage.update(110)
-        assert stage.describe_with_eta() == "step 110"  # without a total nobody knows
+        for step in (100, 101, 102, 103):
+            clock.now += 1
+            stage.update(step)
+        assert stage.describe_with_eta() == "step 103"  # without a total nobody knows
         stage.update(total=120)
-        assert stage.describe_with_eta() == "step 110/120  91%  ETA 10 s"  # 1 s a step from where this attempt began
-        stage.update(100)  # the next attempt begins at its restore point
-        assert stage.describe_with_eta() == "step 100/120  83%"
-        clock.now += 40
-        stage.update(110)
-        assert stage.describe_with_eta() == "step 110/120  91%  ETA 40 s"
+        assert stage.describe_with_eta() == "step 103/120  85%  ETA 17 s"
         stage.update(120)
         assert stage.describe_with_eta() == "step 120/120  100%"
+
+
+def test_the_time_left_does_not_count_the_way_to_the_first_step(terminal: Terminal, clock: Clock):
+    """Processes start, and a checkpoint is read, before an attempt counts a step."""
+    with terminal.stage("train", total=120, unit="step") as stage:
+        # The second attempt begins at its restore point.
+        for restored, seconds, left in ((100, 1, "17 s"), (50, 4, "4:28")):
+            stage.update(restored)
+            clock.now += 600
+            for step in (1, 2):
+                stage.update(restored + step)
+                stage.update(loss=2.0)
+                stage.update(restored + step)  # counted once
+                assert "ETA" not in stage.describe_with_eta()
+                clock.now += seconds
+            stage.update(restored + 3)
+            assert stage.describe_with_eta().endswith(f"  ETA {left}")
 
 
 @pytest.mark.parametrize(
