@@ -52,6 +52,7 @@ def goodput(
                 "device_hours": hours,
                 "cost": None if price is None else price * hours,
                 "save_advice": vars(account.advice) if account.advice else None,
+                "why_no_save_advice": account.why_no_advice,
             }
         )
         return
@@ -69,6 +70,8 @@ def goodput(
             f"durable after {advice.durable_seconds:.1f} s; one failure in {advice.between_failures_seconds:.0f} s"
             + ("" if account.failures else " assumed, none was seen")
         )
+    elif account.why_no_advice is not None:
+        terminal.note(f"  {account.why_no_advice}")
 
 
 def _share(value: float, account: "Goodput") -> str:

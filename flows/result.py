@@ -43,7 +43,7 @@ class PretrainResult(Part):
     champion: bool = Field(description="whether the alias champion points to that version")
     verdict: str = Field(description="why the champion is what it is")
     export: str = Field(description="where the exported model lies")
-    seconds: float
+    seconds: float = Field(description="time of this command")
     pages: dict[str, str] = Field(description="pages of servers that answered, by name")
 
     def rows(self) -> list[list[Any]]:
@@ -54,8 +54,9 @@ class PretrainResult(Part):
         return [
             *([stage.name, stage.outcome, f"{stage.seconds:.1f} s", stage.detail] for stage in self.stages),
             ["bits per byte", f"{score.model:.3f}", "", f"against {compared}"],
-            ["attempts", str(self.attempts), f"{self.seconds:.1f} s", "in all"],
+            ["attempts", str(self.attempts), "", "over the whole life of the run"],
             ["version", self.version, "", f"of {self.model_name}: {self.verdict}"],
+            ["all of it", "", f"{self.seconds:.1f} s", "of this command"],
         ]
 
     def markdown(self) -> str:
@@ -74,7 +75,7 @@ class StagesResult(Part):
     export: str | None = Field(description="where the exported model lies")
     bits_per_byte: float | None = Field(description="of the validation split; lower is better")
     stages: tuple[StageResult, ...]
-    seconds: float
+    seconds: float = Field(description="time of this command")
     pages: dict[str, str] = Field(description="pages of servers that answered, by name")
 
     def rows(self) -> list[list[Any]]:

@@ -22,7 +22,7 @@ from headrace.errors import InputError
 T = TypeVar("T")
 
 TEMPLATE = """\
-# Written by `headrace init` for {files:,} {kind} ({megabytes:,.2f} MB), sized to {machine}.
+# Written by `headrace init` for {files}, one document {documents} ({megabytes:,.2f} MB), sized to {machine}.
 #
 #   headrace validate FILE     headrace run FILE     headrace generate {name} --prompt "..."
 #
@@ -67,7 +67,7 @@ launch:
   ranks_per_node: {sizes.ranks}              # processes; the result does not depend on it
 
 layout:
-  # sequences in one pass of one rank, {accumulate} passes in a step; lower it when memory is short
+  # sequences in one pass of one rank, {accumulate} in a step; lower it when memory is short
   micro_batch_size: {sizes.micro_batch_size}
 
 checkpoint:
@@ -184,7 +184,9 @@ def write_config(data: str, name: str | None, machine: Machine) -> str:
     """A commented config for the text at `data`, as YAML. Raises InputError when there is no text."""
     files = discover((InputConfig(path=data),))
     if not any(file.size for file in files):
-        raise InputError(f"There is no text at {data}: {len(files):,} files, all empty. Name a folder with text in it.")
+        raise InputError(
+            f"There is no text at {data}: {_counted(len(files), 'file')}, all empty. Name a folder with text in it."
+        )
     sizes = choose_sizes(sum(file.size for file in files), machine)
     return _render(data, name or default_name(data), files, sizes, machine)
 
@@ -215,19 +217,23 @@ def _render(data: str, name: str, files: list[SourceFile], sizes: Sizes, machine
         name=name,
         quoted_name=_scalar(name),
         quoted_data=_scalar(data),
-        files=len(files),
-        kind="documents of a jsonl file" if is_jsonl else "files, one document each",
+        files=_counted(len(files), "jsonl file" if is_jsonl else "file"),
+        documents="a line" if is_jsonl else "each",
         megabytes=total / 1e6,
-        machine=f"{machine.gpus} GPU" if machine.gpus else f"{machine.cores} cores",
+        machine=_counted(machine.gpus, "GPU") if machine.gpus else _counted(machine.cores, "core"),
         sizes=sizes,
         million_tokens=sizes.tokens / 1e6,
         kv_heads=max(1, sizes.num_heads // 2),
         warmup=max(1, sizes.steps // 12),
         save=max(1, sizes.steps // 4),
-        accumulate=sizes.global_batch_size // (sizes.micro_batch_size * sizes.ranks),
+        accumulate=_counted(sizes.global_batch_size // (sizes.micro_batch_size * sizes.ranks), "pass", "passes"),
         passes=sizes.tokens / max(1, total / BYTES_PER_TOKEN),
         prompts=_prompts(files),
     )
+
+
+def _counted(number: int, one: str, several: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def _scalar(text: str) -> str:

@@ -15,9 +15,11 @@ from flows.look import RunLine
 from flows.result import PretrainResult, Scores, StageResult
 from headrace import errors
 from training.export.folder import to_hf_config
+from training.health.goodput import account
 from training.model.config import ModelConfig
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+README = Path(__file__).parents[2] / "README.md"
 
 LLAMA = to_hf_config(ModelConfig(), dtype="float32", eos_id=0, bos_id=None)
 
@@ -67,9 +69,20 @@ def test_a_run_ends_with_one_summary(pipeline, capfd):
     assert "train" in err
     assert "against untrained 4.500, unigram 2.800, bigram 2.200" in err
     assert "of tiny: it is the champion, as the first" in err
+    rows = [line.split() for line in err.splitlines()]
+    assert ["attempts", "2", "over", "the", "whole", "life", "of", "the", "run"] in rows
+    assert ["all", "of", "it", "20.0", "s", "of", "this", "command"] in rows
     assert 'headrace generate tiny --prompt "..."' in err
     assert "headrace ui" in err
     assert "http" not in err, "no page without a server"
+
+
+def test_the_summary_in_the_readme_has_the_rows_of_a_real_one():
+    shown = README.read_text(encoding="utf-8").partition("quickstart: run ")[2].partition("```")[0].splitlines()
+    labels = [line.strip().split("  ")[0] for line in shown[1:]]
+    stages = ["prepare", "train", "export", "evaluate", "register"]
+    own = [row[0] for row in RESULT.rows()[len(RESULT.stages) :]]
+    assert labels == [*stages, *own, 'next: headrace generate quickstart --prompt "..."']
 
 
 def test_pages_are_printed_when_they_are_live(pipeline, capfd):
@@ -321,3 +334,21 @@ def test_a_folder_that_holds_no_model_is_refused_before_anything_heavy_is_loaded
     assert done.returncode == 2, done.stderr
     assert told in done.stderr
     assert done.stderr.count("Error:") == 1
+
+
+# --------------------------------------------------------------------------------------------------------- goodput
+
+
+def test_goodput_says_why_it_advises_no_interval(monkeypatch, capfd):
+    monkeypatch.setattr(
+        "flows.look.run_account", lambda name: (SimpleNamespace(name=name, run_id="a"), account([], {}))
+    )
+    reason = (
+        "no interval between saves is advised before two steps and two committed saves beside the last were seen: "
+        "0 and 0 so far"
+    )
+    assert cli.execute(["goodput", "tiny"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == f"  {reason}"
+    assert cli.execute(["goodput", "tiny", "--json"]) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert (document["save_advice"], document["why_no_save_advice"]) == (None, reason)

@@ -79,7 +79,17 @@ def test_sources_get_prompts_of_code(tmp_path, texts):
 
 def test_jsonl_is_called_what_it_is(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "words"}\n' * 100)
-    assert "documents of a jsonl file" in write_config(str(tmp_path), "x", Machine(2, 0))
+    assert "for 1 jsonl file, one document a line (" in write_config(str(tmp_path), "x", Machine(2, 0))
+
+
+def test_one_is_not_said_as_several(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 100)
+    text = write_config(str(tmp_path), "x", Machine(1, 0))
+    assert "for 1 file, one document each (" in text
+    assert "sized to 1 core." in text
+    assert "of one rank, 2 passes in a step;" in text
+    assert "of one rank, 1 pass in a step;" in write_config(str(tmp_path), "x", Machine(2, 0))
+    assert "sized to 3 GPUs." in write_config(str(tmp_path), "x", Machine(96, 3))
 
 
 @pytest.mark.parametrize(
@@ -151,5 +161,5 @@ def test_a_name_of_digits_stays_a_name(texts: Path) -> None:
 
 def test_empty_files_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
-    with pytest.raises(InputError, match="1 files, all empty"):
+    with pytest.raises(InputError, match="1 file, all empty"):
         write_config(str(tmp_path), "x", Machine(2, 0))

@@ -47,7 +47,8 @@ class Goodput:
     failures: int
     """Attempts that did not end by finishing or by being asked to stop."""
     advice: "SaveAdvice | None"
-    """None before two saves and two steps were seen."""
+    why_no_advice: str | None
+    """One line; None when there is advice."""
 
     @property
     def productive_share(self) -> float:
@@ -87,12 +88,14 @@ def account(attempts: Sequence[AttemptRecord], events: Mapping[int, Sequence[Eve
         for record, (start, end) in zip(attempts, spans, strict=True)
     )
     running = sum(end - start for start, end in spans)
+    advice = _advice([event for told in events.values() for event in told], running / max(1, failures))
     return Goodput(
         seconds=seconds,
         wall_seconds=sum(seconds.values()),
         device_seconds=device_seconds,
         failures=failures,
-        advice=_advice([event for told in events.values() for event in told], running / max(1, failures)),
+        advice=advice if isinstance(advice, SaveAdvice) else None,
+        why_no_advice=advice if isinstance(advice, str) else None,
     )
 
 
@@ -157,19 +160,23 @@ def _failed(record: AttemptRecord, events: Mapping[int, Sequence[Event]], *, las
     return ENDED in kinds or not last
 
 
-def _advice(events: Sequence[Event], between_failures: float) -> SaveAdvice | None:
+def _advice(events: Sequence[Event], between_failures: float) -> SaveAdvice | str:
     """The best interval of Young (1974) and Daly (2006), to first order: sqrt(2 * cost of a save * time per failure).
 
     At most one save is in flight, so an interval shorter than a save takes to become durable would only skip saves.
+    The answer is why there is none, before enough was seen.
     """
     saves = [event["blocking_seconds"] for event in events if event["kind"] == "save.staged"]
     commits = [event["seconds"] for event in events if event["kind"] == "save.committed"]
     steps = [event["step_seconds"] for event in events if event["kind"] == "step"]
-    if len(saves) < 2 or len(commits) < 2 or len(steps) < 2 or between_failures <= 0:
-        return None
+    if min(len(saves), len(commits), len(steps)) < 2:
+        return (
+            "no interval between saves is advised before two steps and two committed saves beside the last were seen: "
+            f"{len(steps)} and {min(len(saves), len(commits))} so far"
+        )
     cost, durable, step = statistics.median(saves), statistics.median(commits), statistics.median(steps)
-    if step <= 0:
-        return None
+    if step <= 0 or between_failures <= 0:
+        return "no interval between saves is advised: by the clocks of the run no time went by"
     seconds = max(math.sqrt(2 * cost * between_failures), durable, step)
     return SaveAdvice(
         steps=max(1, round(seconds / step)),

@@ -94,7 +94,13 @@ def test_no_interval_is_advised_that_would_only_skip_saves():
 
 
 def test_nothing_is_advised_from_nothing():
-    assert account(ATTEMPTS, {1: FIRST[:4], 2: []}).advice is None
+    goodput = account(ATTEMPTS, {1: FIRST[:4], 2: []})
+    assert goodput.advice is None
+    assert goodput.why_no_advice == (
+        "no interval between saves is advised before two steps and two committed saves beside the last were seen: "
+        "2 and 0 so far"
+    )
+    assert account(ATTEMPTS, {1: FIRST, 2: SECOND}).why_no_advice is None
 
 
 def test_steps_that_a_rewind_passes_by_are_replayed():
