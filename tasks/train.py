@@ -23,6 +23,7 @@ from tasks.shown import bring_up_to_date, open_attempt
 from tasks.stopping import FENCE_SECONDS, PREFECT_SECONDS, Every, StopSignals, is_cancelled_in_prefect, is_fenced
 from training.checkpoint.catalog import Checkpoint, list_commits
 from training.checkpoint.keeper import Keeper
+from training.health.rewind import Rewind
 from training.launch.attempts import attempt_numbers, newest_attempt, read_attempts, rewound_to
 from training.launch.resume import attempts_without_progress, next_attempt
 from training.launch.supervisor import run_attempt
@@ -191,7 +192,8 @@ def _with_progress_rule(
     stuck = attempts_without_progress(
         space.storage, run.spec.run_prefix, since_attempt=session.first_attempt or attempt
     )
-    terminal().note(f"train: attempt {attempt} failed: {error}")
+    how = "goes back" if isinstance(error, Rewind) else "failed"
+    terminal().note(f"train: attempt {attempt} {how}: {error}")
     if stuck < run.spec.launch.max_attempts_without_progress:
         return error
     first = session.causes.get(attempt - stuck + 1, str(error))

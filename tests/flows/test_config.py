@@ -154,7 +154,7 @@ def test_broken_rules_are_told_together(sections: dict[str, Any], expected: list
     ("sections", "expected"),
     [
         ({"model": {"num_heads": 5, "dims": 320}}, ["Unknown"]),
-        ({"modle": {"max_seq_len": 512}, "training": {"seq_len": 512}}, ["Unknown"]),
+        ({"models": {"max_seq_len": 512}, "training": {"seq_len": 512}}, ["Unknown"]),
         ({"model": 3, "training": {"seq_len": 512}}, ["model"]),
         ({"model": {"max_seq_len": "long"}, "training": {"seq_len": 512}}, ["model.max_seq_len"]),
     ],

@@ -68,6 +68,18 @@ def test_a_killed_rank_is_another_attempt_from_the_last_commit(space, run, ranks
     assert attempts_in_mlflow(space, run) == {1: "FAILED", 2: "FINISHED"}
 
 
+def test_an_attempt_that_goes_back_is_not_told_as_a_failure(space, run, ranks, capsys):
+    asked = AttemptOutcome(kind="failed", message="Step 6 gave a spike: the run goes back.", error_kind="Rewind")
+    ranks.ends = [(5, asked), 6]
+    session = TrainingSession()
+    for _ in range(2):
+        with pytest.raises(AttemptFailed):
+            train.fn(space, run, session)
+    lines = capsys.readouterr().err.splitlines()
+    assert "train: attempt 1 goes back: Step 6 gave a spike: the run goes back." in lines
+    assert "train: attempt 2 failed: Rank 1 was killed (launch 2)." in lines
+
+
 def test_the_attempt_shows_what_happened_and_the_parent_what_counts(space, run, ranks):
     ranks.ends = [6]
     with pytest.raises(AttemptFailed):

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 from headrace import errors
 from headrace.config import Part
 from headrace.errors import AttemptFailed, HeadraceError, Terminal
+from training.health.rewind import Rewind
 from training.launch.hang import Beat
 from training.run_spec import AttemptSpec, RankResult
 
@@ -38,6 +39,8 @@ class AttemptOutcome(Part):
         """The failure as the error to raise; None when the attempt did not fail."""
         if self.kind != "failed":
             return None
+        if self.error_kind == Rewind.__name__:
+            return Rewind(self.message)
         if self.retryable:
             return AttemptFailed(self.message)
         kind = getattr(errors, self.error_kind or "", Terminal)
@@ -153,11 +156,12 @@ def _killed(end: RankExit, beat: Beat | None, logs: Path, killed_for_memory: int
 
 def _failed(result: RankResult, logs: Path) -> AttemptOutcome:
     log = rank_log(logs, result.rank)
+    failure = f"Rank {result.rank} failed after step {result.step}: {result.error_kind}: {result.message}"
     echo = " (an echo: no rank said what happened first)" if result.secondary else ""
     return AttemptOutcome(
         kind="failed",
-        message=f"Rank {result.rank} failed after step {result.step}: {result.error_kind}: {result.message}{echo}"
-        f"{_see(log)}",
+        # A rewind was decided by all ranks together: no rank failed, and no log says more.
+        message=result.message if result.error_kind == Rewind.__name__ else f"{failure}{echo}{_see(log)}",
         step=result.step,
         rank=result.rank,
         error_kind=result.error_kind,

@@ -9,6 +9,7 @@ import pytest
 from headrace.errors import AttemptFailed, DamagedData, InputError, StorageFull, Terminal
 from tests.training.checkpoint.saved import attempt_spec
 from tests.training.toy import run_spec
+from training.health.rewind import Rewind
 from training.launch.diagnosis import AttemptOutcome, RankExit, diagnose, memory_kills, read_exits, read_results
 from training.launch.hang import Beat
 from training.run_spec import RankResult
@@ -46,6 +47,15 @@ def test_the_earliest_real_exception_is_the_cause(judge):
     outcome = judge(error(0, 102.0), error(1, 101.0), error(2, 100.0, secondary=True))
     assert (outcome.rank, outcome.step, outcome.error_kind) == (1, 7, "ValueError")
     assert outcome.message == "Rank 1 failed after step 7: ValueError: message of rank 1"
+
+
+def test_a_rewind_is_told_as_what_it_is(judge):
+    sentence = "Step 8 gave a loss that is not finite: the run goes back to step 4 or before."
+    outcome = judge(*(result(rank, error_kind="Rewind", message=sentence, retryable=True) for rank in range(3)))
+    assert (outcome.kind, outcome.message) == ("failed", sentence)
+    raised = outcome.error()
+    assert isinstance(raised, Rewind)
+    assert (str(raised), raised.retryable) == (sentence, True)
 
 
 def test_a_signal_comes_before_exceptions(judge):
