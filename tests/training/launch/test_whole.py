@@ -60,7 +60,7 @@ def test_the_attempt_after_a_killed_rank_finishes_the_run(text_dataset, tmp_path
     storage = Storage.open(text_dataset.root)
     assert list_commits(storage, run.run_prefix)[0].step == 4
     told = [e["kind"] for e in read_events(storage, run.run_prefix, again.attempt)]
-    assert told[-2:] == ["save.committed", "finished"]
+    assert told[-3:] == ["save.committed", "finished", "attempt.ended"]
 
 
 @pytest.mark.slow
